@@ -1,0 +1,118 @@
+// The inner loops of one instruction set: see common/for_each_isa.h.
+
+// Sum of squares in double. Eight chains of additions keep the adder busy (latency 4, two a cycle).
+template <class T>
+double sq_norm(const void* data, int64_t n) {
+  constexpr int kStep = kLanes / 2;
+  constexpr int kChains = 8;
+  const T* x = static_cast<const T*>(data);
+  vd sums[kChains] = {};
+  int64_t j = 0;
+  for (; j + kChains * kStep <= n; j += kChains * kStep) {
+    for (int k = 0; k < kChains; ++k) {
+      const vd v = load_double(x + j + k * kStep);
+      sums[k] += v * v;
+    }
+  }
+  for (; j + kStep <= n; j += kStep) {
+    const vd v = load_double(x + j);
+    sums[0] += v * v;
+  }
+  double total = 0.0;
+  for (; j < n; ++j) {
+    const double v = to_float(x[j]);
+    total += v * v;
+  }
+  for (int k = 1; k < kChains; ++k) sums[0] += sums[k];
+  for (int i = 0; i < kStep; ++i) total += sums[0][i];
+  return total;
+}
+
+DPK_INLINE vf load_sum(const float* p) { return load_as<vf>(p); }
+DPK_INLINE vd load_sum(const double* p) { return load_as<vd>(p); }
+DPK_INLINE vf load_row(const float* p) { return load_float(p); }
+DPK_INLINE vf load_row(const BFloat16* p) { return load_float(p); }
+DPK_INLINE vf load_row(const Float16* p) { return load_float(p); }
+DPK_INLINE vd load_row(const double* p) { return load_as<vd>(p); }
+
+// sum[j] (+)= sum over kRows rows of factor * row[j]. If kMeasure, also sq_norms[r] += the squared
+// norm of next[r]: the rows are in the cache, the next ones come from memory, and the arithmetic of
+// both hides behind the memory's time.
+template <class T, int kRows, bool kMeasure>
+DPK_INLINE void add_exactly(typename SumOf<T>::type* sum, const T* const* rows,
+                            const typename SumOf<T>::type* factors, int64_t n, bool overwrite,
+                            const T* const* next, double* sq_norms) {
+  using V = decltype(load_row(rows[0]));
+  constexpr int kStep = sizeof(V) / sizeof(factors[0]);
+  constexpr int kPieces = 2 * kStep / (kLanes / 2);
+  // Four chains of additions over all rows: the adder's latency stays below the memory's time.
+  constexpr int kChains = kRows >= 4 ? 1 : 4 / kRows < kPieces ? 4 / kRows : kPieces;
+  V weights[kRows];
+  vd norms[kRows][kChains] = {};
+  for (int r = 0; r < kRows; ++r) weights[r] = V{} + factors[r];
+  int64_t j = 0;
+  for (; j + 2 * kStep <= n; j += 2 * kStep) {
+    V a = weights[0] * load_row(rows[0] + j), b = weights[0] * load_row(rows[0] + j + kStep);
+    for (int r = 1; r < kRows; ++r) {
+      a += weights[r] * load_row(rows[r] + j);
+      b += weights[r] * load_row(rows[r] + j + kStep);
+    }
+    if (!overwrite) {
+      a += load_sum(sum + j);
+      b += load_sum(sum + j + kStep);
+    }
+    store(sum + j, a);
+    store(sum + j + kStep, b);
+    if constexpr (kMeasure) {
+      for (int r = 0; r < kRows; ++r) {
+        for (int k = 0; k < kPieces; ++k) {
+          const vd v = load_double(next[r] + j + k * (kLanes / 2));
+          norms[r][k % kChains] += v * v;
+        }
+      }
+    }
+  }
+  if constexpr (kMeasure) {
+    for (int r = 0; r < kRows; ++r) {
+      for (int k = 1; k < kChains; ++k) norms[r][0] += norms[r][k];
+      for (int i = 0; i < kLanes / 2; ++i) sq_norms[r] += norms[r][0][i];
+      sq_norms[r] += sq_norm<T>(next[r] + j, n - j);
+    }
+  }
+  for (; j < n; ++j) {
+    typename SumOf<T>::type a = 0;
+    for (int r = 0; r < kRows; ++r) a += factors[r] * to_float(rows[r][j]);
+    sum[j] = overwrite ? a : sum[j] + a;
+  }
+}
+
+// The same for `count` rows: 1 to 8, or 1, 2 or 4 if there are as many next ones to measure. With
+// eight, a sum is loaded and stored once for eight rows and the prefetchers still follow all nine
+// streams; with four and four, everything that is kept stays in registers.
+template <class T>
+void add_rows(void* sum, const void* const* rows, const void* factors, int count, int64_t n,
+              bool overwrite, const void* const* next, double* sq_norms) {
+  using Sum = typename SumOf<T>::type;
+  Sum* s = static_cast<Sum*>(sum);
+  const T* const* r = reinterpret_cast<const T* const*>(rows);
+  const T* const* m = reinterpret_cast<const T* const*>(next);
+  const Sum* f = static_cast<const Sum*>(factors);
+  if (next != nullptr) {
+    switch (count) {
+      case 1: return add_exactly<T, 1, true>(s, r, f, n, overwrite, m, sq_norms);
+      case 2: return add_exactly<T, 2, true>(s, r, f, n, overwrite, m, sq_norms);
+      case 4: return add_exactly<T, 4, true>(s, r, f, n, overwrite, m, sq_norms);
+    }
+    return;
+  }
+  switch (count) {
+    case 1: return add_exactly<T, 1, false>(s, r, f, n, overwrite, m, sq_norms);
+    case 2: return add_exactly<T, 2, false>(s, r, f, n, overwrite, m, sq_norms);
+    case 3: return add_exactly<T, 3, false>(s, r, f, n, overwrite, m, sq_norms);
+    case 4: return add_exactly<T, 4, false>(s, r, f, n, overwrite, m, sq_norms);
+    case 5: return add_exactly<T, 5, false>(s, r, f, n, overwrite, m, sq_norms);
+    case 6: return add_exactly<T, 6, false>(s, r, f, n, overwrite, m, sq_norms);
+    case 7: return add_exactly<T, 7, false>(s, r, f, n, overwrite, m, sq_norms);
+    case 8: return add_exactly<T, 8, false>(s, r, f, n, overwrite, m, sq_norms);
+  }
+}

@@ -1,0 +1,20 @@
+// PyTorch's own thread pool as an Executor. For binding code: the kernels do not include torch.
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include "common/executor.h"
+
+namespace dpk {
+
+inline Executor torch_executor() {
+  // Inside another parallel region at::parallel_for runs its body in the calling thread.
+  const int threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  return {threads, [](int tasks, void (*task)(void*, int), void* context) {
+            at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+              for (int64_t i = begin; i < end; ++i) task(context, static_cast<int>(i));
+            });
+          }};
+}
+
+}  // namespace dpk

@@ -1,0 +1,85 @@
+// The Python module dpkernels._C: what was compiled, and which instruction set runs. Operators are
+// registered with PyTorch's dispatcher by each <op>/bind.cpp.
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "common/isa.h"
+#include "common/philox.h"
+
+namespace py = pybind11;
+
+namespace {
+
+constexpr dpk::Isa kIsas[] = {dpk::Isa::portable, dpk::Isa::avx2, dpk::Isa::avx512};
+
+std::string compiler() {
+#if defined(__clang__)
+  return "clang " __clang_version__;
+#elif defined(__GNUC__)
+  return "gcc " __VERSION__;
+#else
+  return "unknown";
+#endif
+}
+
+// What the defines of setup.py and the compiler's own say of this build.
+py::dict build_config() {
+  py::dict config;
+  config["compiler"] = compiler();
+  config["cplusplus"] = static_cast<long>(__cplusplus);
+  config["torch"] = DPKERNELS_TORCH_VERSION;
+#if defined(DPKERNELS_CUDA_VERSION)
+  config["cuda"] = DPKERNELS_CUDA_VERSION;
+  config["cuda_archs"] = py::str(DPKERNELS_CUDA_ARCHS).attr("split")(";");
+#else
+  config["cuda"] = py::none();
+  config["cuda_archs"] = py::list();
+#endif
+#if defined(_OPENMP)
+  config["openmp"] = true;
+#else
+  config["openmp"] = false;
+#endif
+  py::list compiled;
+  for (dpk::Isa isa : kIsas) {
+    if (DPK_X86 || isa == dpk::Isa::portable) compiled.append(dpk::isa_name(isa));
+  }
+  config["instruction_sets"] = compiled;
+  return config;
+}
+
+py::dict cpu_features() {
+  py::dict features;
+  features["avx2"] = dpk::isa_available(dpk::Isa::avx2);
+  features["avx512"] = dpk::isa_available(dpk::Isa::avx512);
+  features["active"] = dpk::isa_name(dpk::active_isa());
+  return features;
+}
+
+void set_isa(const std::string& name) {
+  for (dpk::Isa isa : kIsas) {
+    if (name == dpk::isa_name(isa)) return dpk::set_isa(isa);
+  }
+  throw std::invalid_argument("set_isa: no instruction set '" + name +
+                              "'; there are portable, avx2, avx512");
+}
+
+py::tuple philox4x32_10(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0,
+                        uint32_t k1) {
+  const dpk::PhiloxBlock block = dpk::philox4x32_10(c0, c1, c2, c3, k0, k1);
+  return py::make_tuple(block.w[0], block.w[1], block.w[2], block.w[3]);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Compiled kernels of dpkernels.";
+  m.def("build_config", &build_config, "What this module was compiled with.");
+  m.def("cpu_features", &cpu_features, "Instruction sets that this CPU has, and the active one.");
+  m.def("set_isa", &set_isa, py::arg("name"), "Run all kernels on one instruction set.");
+  m.def("philox4x32_10", &philox4x32_10, py::arg("c0"), py::arg("c1"), py::arg("c2"), py::arg("c3"),
+        py::arg("k0"), py::arg("k1"), "One block of the noise stream's generator.");
+}

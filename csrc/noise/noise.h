@@ -1,0 +1,29 @@
+// Counter-based Gaussian noise. The stream is defined in dpkernels/ops/noise/reference.py.
+#pragma once
+
+#include <cstdint>
+
+#include "common/executor.h"
+
+namespace dpk {
+
+// One buffer of n elements of a list.
+template <class T>
+struct NoiseTarget {
+  T* x;
+  int64_t n;
+};
+
+// x <- scale * (x + std * z) for each target; target i takes the stream (key, counter + i).
+// T is float or double; z is computed in float.
+template <class T>
+void add_gaussian_noise(const NoiseTarget<T>* targets, int64_t count, double std, double scale,
+                        uint64_t key, uint64_t counter, const Executor& executor);
+
+inline void add_gaussian_noise(float* x, int64_t n, double std, double scale, uint64_t key,
+                               uint64_t counter, const Executor& executor = serial_executor()) {
+  const NoiseTarget<float> target{x, n};
+  add_gaussian_noise(&target, 1, std, scale, key, counter, executor);
+}
+
+}  // namespace dpk

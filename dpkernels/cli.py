@@ -1,0 +1,40 @@
+"""The command line: ``dpkernels <command>``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that ``arguments`` (or the process's own) name; return the exit status."""
+    options = _parser().parse_args(arguments)
+    status: int = options.run(options)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dpkernels",
+        description="Compiled kernels for differentially private training.",
+    )
+    commands = parser.add_subparsers(metavar="command", required=True)
+    info = commands.add_parser(
+        "info",
+        help="versions, build configuration, and which backend serves which operation",
+        description="Print versions, the build configuration, and for every operation and backend "
+        "whether it can serve CPU and CUDA tensors, with the reason where it cannot.",
+    )
+    info.add_argument("--json", action="store_true", help="print JSON, for programs")
+    info.set_defaults(run=_info)
+    return parser
+
+
+def _info(options: argparse.Namespace) -> int:
+    import json
+
+    from dpkernels import info
+
+    report = info.collect()
+    print(json.dumps(report, indent=2) if options.json else info.render(report))
+    return 0

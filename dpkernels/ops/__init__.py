@@ -1,0 +1,8 @@
+"""The operations, one folder each: public function, plain-PyTorch reference, Triton kernels.
+
+Importing this package registers every operation's schema and what implements it.
+"""
+
+from dpkernels.ops import clip, noise
+
+__all__ = ["clip", "noise"]

@@ -1,0 +1,76 @@
+"""Argument checks that every operation shares: memory that may be written, numbers that may be used.
+
+The memory checks look at addresses, which do not exist while ``torch.compile`` traces; there the
+compiled kernels' own checks hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def check_finite(op: str, name: str, value: float, *, at_least: float, above: bool) -> None:
+    """Raise ValueError unless ``value`` is finite and >= ``at_least`` (> if ``above``)."""
+    if not math.isfinite(value) or value < at_least or (above and value == at_least):
+        relation = ">" if above else ">="
+        raise ValueError(
+            f"{op}: {name} must be a finite number {relation} {at_least:g}, got {value}"
+        )
+
+
+def check_writable(op: str, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """Raise unless every output may be written in place and shares no memory with anything else."""
+    for tensor in outputs:
+        if tensor.requires_grad:
+            raise ValueError(
+                f"{op}: {name} requires grad and is read-only here; pass {name}.detach(), or a "
+                "buffer that does not require grad"
+            )
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"{op}: {name} is an inference tensor and is read-only here; allocate it outside "
+                "torch.inference_mode()"
+            )
+    if torch.compiler.is_compiling():
+        return
+    for tensor in outputs:
+        if tensor.numel() > _span_elements(tensor):
+            raise ValueError(
+                f"{op}: {name} of shape {list(tensor.shape)} has several elements at one address "
+                f"(strides {list(tensor.stride())}); pass a buffer of its own, e.g. {name}.clone()"
+            )
+    _check_disjoint(op, name, outputs, inputs)
+
+
+def _check_disjoint(
+    op: str, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> None:
+    """Raise if the address range of an output overlaps that of another output or of an input."""
+    spans = [(*_span(t), True) for t in outputs if t.numel()]
+    spans += [(*_span(t), False) for t in inputs if t.numel()]
+    written_until = any_until = 0
+    for start, end, written in sorted(spans):
+        if start < written_until or (written and start < any_until):
+            raise ValueError(
+                f"{op}: {name} shares memory with an input or with itself; pass buffers of their own"
+            )
+        any_until = max(any_until, end)
+        if written:
+            written_until = max(written_until, end)
+
+
+def _span_elements(tensor: Tensor) -> int:
+    """Return how many elements lie between the first and the last address of ``tensor``."""
+    if tensor.numel() == 0:
+        return 0
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in strides)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    start = tensor.data_ptr()
+    return start, start + _span_elements(tensor) * tensor.element_size()

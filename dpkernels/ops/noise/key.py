@@ -1,0 +1,163 @@
+"""Keys of the noise stream: where they come from, and that no counter is used twice."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from typing import Any
+
+import torch
+
+from dpkernels.ops.noise.reference import philox
+
+_COUNTERS = 2**63
+# Children are drawn from counters that no noise uses: reserve() stays below 2^63.
+_SPAWN_DOMAIN = 2**63
+
+
+class NoiseKey:
+    """A 64-bit key and the next unused counter of its stream.
+
+    ``NoiseKey()`` draws the key and the first counter (62 bits of it) from the operating system's
+    entropy. ``NoiseKey.from_seed(n)`` is for tests: whoever knows the seed can subtract the noise.
+
+    A key is never duplicated: copying or pickling one raises, and so does using one in a forked
+    process. ``spawn(n)`` gives independent keys to other ranks or workers, and ``state_dict()``
+    goes into a checkpoint.
+    """
+
+    def __init__(self) -> None:
+        key, start = _from_os_entropy()
+        self._set(key, start, seed=None)
+
+    @classmethod
+    def from_seed(cls, seed: int) -> NoiseKey:
+        """Return the reproducible key of ``seed``, with a warning: it protects nobody."""
+        warnings.warn(
+            f"NoiseKey.from_seed({seed}): noise from a fixed seed can be subtracted by anyone who "
+            "knows the seed; use NoiseKey() for private data",
+            stacklevel=2,
+        )
+        self = cls.__new__(cls)
+        self._set(_derive(seed, 0), 0, seed=seed)
+        return self
+
+    def _set(self, key: int, counter: int, seed: int | None) -> None:
+        self._key = key
+        self._counter = counter
+        self._seed = seed
+        self._spawned = 0
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+
+    @property
+    def key(self) -> int:
+        """The key as a signed 64-bit integer, as ``add_gaussian_noise_`` takes it."""
+        return self._key
+
+    @property
+    def counter(self) -> int:
+        """The next unused counter. To use it, ``reserve`` it."""
+        return self._counter
+
+    @property
+    def seed(self) -> int | None:
+        """The fixed seed, or None if the key came from the operating system. For reports."""
+        return self._seed
+
+    def reserve(self, count: int = 1) -> int:
+        """Take ``count`` counters out of the stream; return the first of them.
+
+        They are gone whether noise was drawn with them or not, so an exception between reserving
+        and using never leads to a second use. Thread-safe.
+        """
+        if count < 0:
+            raise ValueError(f"NoiseKey.reserve: count must be >= 0, got {count}")
+        self._check_process("reserve")
+        with self._lock:
+            first = self._counter
+            if first + count > _COUNTERS:
+                raise RuntimeError("NoiseKey.reserve: all counters are used; make a new NoiseKey()")
+            self._counter = first + count
+        return first
+
+    def spawn(self, count: int) -> list[NoiseKey]:
+        """Return ``count`` independent keys, for ranks or workers.
+
+        Children of an entropy key draw from the operating system again; children of a seeded key
+        are derived from it and differ from one call to the next.
+        """
+        if count < 0:
+            raise ValueError(f"NoiseKey.spawn: count must be >= 0, got {count}")
+        self._check_process("spawn")
+        if self._seed is None:
+            return [NoiseKey() for _ in range(count)]
+        with self._lock:
+            first = self._spawned
+            self._spawned += count
+        children = []
+        for index in range(first, first + count):
+            child = NoiseKey.__new__(NoiseKey)
+            child._set(_derive(self._key, 1 + index), 0, seed=self._seed)
+            children.append(child)
+        return children
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: key, counter, number of children, seed."""
+        return {
+            "key": self._key,
+            "counter": self._counter,
+            "spawned": self._spawned,
+            "seed": self._seed,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after a checkpoint without ever repeating noise.
+
+        What was drawn between the checkpoint and now is not known here, so an entropy key is
+        replaced by a fresh one: (key, counter) pairs after the restart cannot meet those before
+        it. A seeded key is restored exactly, so that tests can resume bit for bit.
+        """
+        missing = {"key", "counter", "spawned", "seed"} - state.keys()
+        if missing:
+            raise ValueError(
+                f"NoiseKey.load_state_dict: state lacks {', '.join(sorted(missing))}; pass what "
+                "state_dict() returned"
+            )
+        if state["seed"] is None:
+            key, start = _from_os_entropy()
+            self._set(key, start, seed=None)
+        else:
+            self._set(state["key"], state["counter"], seed=state["seed"])
+            self._spawned = state["spawned"]
+
+    def _check_process(self, method: str) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"NoiseKey.{method}: this key belongs to the parent process, which would draw the "
+                "same noise; give each process its own key with spawn()"
+            )
+
+    def __reduce__(self) -> str:
+        raise TypeError(
+            "a NoiseKey cannot be copied or pickled: two copies would draw the same noise; use "
+            "spawn() for other workers and state_dict() for checkpoints"
+        )
+
+    def __repr__(self) -> str:
+        source = "operating system" if self._seed is None else f"seed {self._seed}"
+        return f"NoiseKey({source}, counter {self._counter})"
+
+
+def _from_os_entropy() -> tuple[int, int]:
+    """Return a random key and first counter; half of the counters stay ahead of it."""
+    key = int.from_bytes(os.urandom(8), "little", signed=True)
+    return key, int.from_bytes(os.urandom(8), "little") >> 2
+
+
+def _derive(key: int, index: int) -> int:
+    """Return the key of child ``index`` of ``key``, as a signed 64-bit integer."""
+    counter = torch.tensor([index & 0xFFFFFFFF, index >> 32, 0, _SPAWN_DOMAIN >> 32])
+    low, high = philox(counter, key & 0xFFFFFFFFFFFFFFFF)[:2].tolist()
+    return int.from_bytes((low | high << 32).to_bytes(8, "little"), "little", signed=True)

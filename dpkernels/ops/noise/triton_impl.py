@@ -1,0 +1,182 @@
+"""The noise stream of ``reference.py`` on GPUs, in Triton.
+
+One lane computes one Philox block and uses all four of its words, so the ten rounds are paid once
+for four normals. Uniforms and normals are float32; for float64 tensors the normal is widened and
+the rest is float64.
+
+n elements read and written once, about 60 operations an element. No GPU was at hand: nothing here
+was timed, and the constants rest on the static report (``make gpu-check``).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dpkernels.ops.ahead_of_time import COMPILE_OPTIONS, AheadOfTimeCase
+from dpkernels.ops.noise.reference import ELEMENTS_PER_TILE
+
+_ELEMENTS = tl.constexpr(ELEMENTS_PER_TILE)
+_LANES = tl.constexpr(ELEMENTS_PER_TILE // 4)
+# 32 tiles of 16 lanes on 128 threads: four neighbouring lanes a thread, so that each of the four
+# words is one 16-byte load and store. Static report: 16 elements a thread do not spill.
+_TILES = 32
+_WARPS = 4
+_MASK = 0xFFFFFFFF
+
+
+@triton.jit
+def _philox(c0, c1, c2, c3, k0, k1):
+    """Philox 4x32-10 of uint32 counters under a key of two uint32 scalars."""
+    for _ in tl.static_range(10):
+        high0, low0 = tl.umulhi(c0, 0xD2511F53), c0 * 0xD2511F53
+        high1, low1 = tl.umulhi(c2, 0xCD9E8D57), c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _cos_sin_pi(t):
+    """``cos(pi t)`` and ``sin(pi t)`` for -1 <= t <= 1, as in ``csrc/common/gaussian.inl``.
+
+    t = q / 2 + r with |r| <= 1/4 is exact. The device libraries' cos and sin take any argument,
+    with a branch and a stack frame for the large ones; this has neither.
+    """
+    shifted = t * 2.0 + 12582912.0  # 1.5 * 2^23: adding it rounds to the nearest integer
+    q = shifted.to(tl.int32, bitcast=True)
+    r = t - (shifted - 12582912.0) * 0.5
+    s = r * r
+    c = s * -2.580689139e-2 + 2.353306304e-1
+    c = c * s - 1.335262769
+    c = c * s + 4.058712126
+    c = c * s - 4.934802201
+    c = c * s + 1.0
+    d = s * 8.214588661e-2 - 5.992645293e-1
+    d = d * s + 2.550164040
+    d = d * s - 5.167712780
+    d = (d * s + 3.141592654) * r
+    odd = (q & 1) != 0
+    cosine = tl.where(odd, d, c)
+    sine = tl.where(odd, c, d)
+    return tl.where(((q + 1) & 2) != 0, -cosine, cosine), tl.where((q & 2) != 0, -sine, sine)
+
+
+@triton.jit
+def _box_muller(w0, w1):
+    """Two float32 normals from two uint32 words."""
+    # w0 2^-32 + 2^-33 with one rounding: both halves are exact, their sum rounds.
+    low = (w0 & 0xFFFF).to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+    uniform = (w0 >> 16).to(tl.float32) * 1.52587890625e-05 + low
+    angle = w1.to(tl.int32, bitcast=True).to(tl.float32) * 4.656612873077393e-10
+    # sqrt_rn, because plain sqrt is an approximation on NVIDIA.
+    radius = tl.sqrt_rn(-2.0 * tl.log(uniform))
+    cosine, sine = _cos_sin_pi(angle)
+    return radius * cosine, radius * sine
+
+
+@triton.jit
+def _add_noisy_word(x, offsets, n, z, std, scale):
+    inside = offsets < n
+    values = tl.load(x + offsets, mask=inside)
+    tl.store(x + offsets, scale * (values + std * z.to(values.dtype)), mask=inside)
+
+
+# Nothing is specialised on the values of key and counter, which change with every step.
+@triton.jit(do_not_specialize=["vectors", "k0", "k1", "c2", "c3"])
+def _add_noise_kernel(
+    x,
+    vectors: tl.int64,
+    std: tl.float64,
+    scale: tl.float64,
+    k0: tl.uint32,
+    k1: tl.uint32,
+    c2: tl.uint32,
+    c3: tl.uint32,
+    VECTOR: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Noise for TILES tiles of the ``vectors * VECTOR`` elements of x."""
+    n = vectors * VECTOR
+    tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)[:, None]
+    lane = tl.arange(0, _LANES)[None, :]
+    block = tile * _LANES + lane
+    zero = tl.zeros([TILES, _LANES], tl.uint32)
+    w0, w1, w2, w3 = _philox(
+        block.to(tl.uint32),
+        (block >> 32).to(tl.uint32),
+        zero + c2.to(tl.uint32),
+        zero + c3.to(tl.uint32),
+        k0.to(tl.uint32),
+        k1.to(tl.uint32),
+    )
+    z0, z1 = _box_muller(w0, w1)
+    z2, z3 = _box_muller(w2, w3)
+    # The interpreter passes Python floats; adding them to a float64 zero keeps all their bits.
+    std = (tl.zeros((), tl.float64) + std).to(x.dtype.element_ty)
+    scale = (tl.zeros((), tl.float64) + scale).to(x.dtype.element_ty)
+    offsets = tile * _ELEMENTS + lane
+    _add_noisy_word(x, offsets, n, z0, std, scale)
+    _add_noisy_word(x, offsets + _LANES, n, z1, std, scale)
+    _add_noisy_word(x, offsets + 2 * _LANES, n, z2, std, scale)
+    _add_noisy_word(x, offsets + 3 * _LANES, n, z3, std, scale)
+
+
+def _vector(x: Tensor) -> int:
+    """Return how many elements of ``x`` a thread can load at once: 16 bytes of them, or one.
+
+    The number of elements reaches the kernel in this unit, which tells the compiler that no
+    16-byte load goes beyond the end.
+    """
+    vector = 16 // x.element_size()
+    return vector if x.numel() % vector == 0 and x.data_ptr() % 16 == 0 else 1
+
+
+def add_gaussian_noise_(xs: list[Tensor], std: float, key: int, counter: int, scale: float) -> None:
+    """``x <- scale * (x + std * z)`` for every tensor; tensor i takes stream (key, counter + i)."""
+    for index, x in enumerate(xs):
+        if x.numel() == 0:
+            continue
+        flat = x.contiguous()
+        stream = counter + index
+        vector = _vector(flat)
+        grid = (triton.cdiv(x.numel(), _TILES * ELEMENTS_PER_TILE),)
+        with torch.cuda.device_of(x):
+            _add_noise_kernel[grid](
+                flat,
+                x.numel() // vector,
+                std,
+                scale,
+                key & _MASK,
+                key >> 32 & _MASK,
+                stream & _MASK,
+                stream >> 32 & _MASK,
+                VECTOR=vector,
+                TILES=_TILES,
+                num_warps=_WARPS,
+                **COMPILE_OPTIONS,
+            )
+        if flat is not x:
+            x.copy_(flat)
+
+
+def ahead_of_time_cases() -> list[AheadOfTimeCase]:
+    """Return every configuration in which ``add_gaussian_noise_`` launches its kernel."""
+    scalars = {"vectors": "i64", "std": "fp64", "scale": "fp64"}
+    scalars |= dict.fromkeys(("k0", "k1", "c2", "c3"), "u32")
+    return [
+        AheadOfTimeCase(
+            kernel=_add_noise_kernel,
+            configuration=f"{dtype} {_TILES} tiles vector {vector}",
+            signature={"x": f"*{dtype}", **scalars},
+            constexprs={"VECTOR": vector, "TILES": _TILES},
+            num_warps=_WARPS,
+            bytes_per_element=2 * size,
+            aligned=("x",) if vector > 1 else (),
+        )
+        for dtype, size in (("fp32", 4), ("fp64", 8))
+        for vector in (16 // size, 1)
+    ]
