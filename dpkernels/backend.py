@@ -50,13 +50,18 @@ def _load_extension() -> tuple[ModuleType | None, str]:
             "unset or 'cpu'"
         )
     try:
-        return importlib.import_module("dpkernels._C"), ""
+        module = importlib.import_module("dpkernels._C")
+        # Another torch may load it and still have other data structures behind the same names.
+        built_for = module.build_config()["torch"]
+        if built_for.split(".")[:2] != torch.__version__.split(".")[:2]:
+            raise ImportError(f"it was built for torch {built_for}")
     except ImportError as error:
         raise ImportError(
             f"dpkernels._C exists but does not load with torch {torch.__version__}: {error}. "
             "Build it again for this torch (pip install --no-build-isolation --force-reinstall "
             "--no-deps .), or install without it (DPKERNELS_BUILD=none)."
         ) from error
+    return module, ""
 
 
 extension, _EXTENSION_MISSING = _load_extension()

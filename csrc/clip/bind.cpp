@@ -132,8 +132,7 @@ std::tuple<at::Tensor, at::Tensor> clip_and_sum_(at::TensorList out, at::TensorL
   TORCH_CHECK_VALUE(rule.bound_count == 1 || rule.bound_count == rows.count,
                     "max_norms must have one bound, or one for each of grads");
   at::Tensor sq_norms = at::empty({rule.bound_count, rows.batch}, at::kDouble);
-  at::Tensor factors =
-      at::empty({rule.bound_count, rows.batch}, sum_type(grads[0].scalar_type()));
+  at::Tensor factors = at::empty({rule.bound_count, rows.batch}, sum_type(grads[0].scalar_type()));
   const dpk::Executor executor = dpk::torch_executor();
   const at::Tensor workspace = workspace_for(rows, true, executor);
   dpk::clip_and_sum(rows, rule, accumulate, sq_norms.mutable_data_ptr<double>(),

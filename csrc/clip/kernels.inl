@@ -1,12 +1,30 @@
 // The inner loops of one instruction set: see common/for_each_isa.h.
 
+DPK_INLINE double sum_of_lanes(vd v) {
+  double total = 0.0;
+  for (int i = 0; i < kLanes / 2; ++i) total += v[i];
+  return total;
+}
+
+// Of the elements [j, n), fewer than a step of the main loop.
+template <class T>
+DPK_INLINE double rest_sq_norm(const T* x, int64_t j, int64_t n) {
+  double total = 0.0;
+  for (; j < n; ++j) {
+    const double v = to_float(x[j]);
+    total += v * v;
+  }
+  return total;
+}
+
 // Sum of squares in double. Eight chains of additions keep the adder busy (latency 4, two a cycle).
 template <class T>
 double sq_norm(const void* data, int64_t n) {
   constexpr int kStep = kLanes / 2;
   constexpr int kChains = 8;
   const T* x = static_cast<const T*>(data);
-  vd sums[kChains] = {};
+  vd sums[kChains];
+  for (int k = 0; k < kChains; ++k) sums[k] = vd{};
   int64_t j = 0;
   for (; j + kChains * kStep <= n; j += kChains * kStep) {
     for (int k = 0; k < kChains; ++k) {
@@ -18,14 +36,8 @@ double sq_norm(const void* data, int64_t n) {
     const vd v = load_double(x + j);
     sums[0] += v * v;
   }
-  double total = 0.0;
-  for (; j < n; ++j) {
-    const double v = to_float(x[j]);
-    total += v * v;
-  }
   for (int k = 1; k < kChains; ++k) sums[0] += sums[k];
-  for (int i = 0; i < kStep; ++i) total += sums[0][i];
-  return total;
+  return sum_of_lanes(sums[0]) + rest_sq_norm(x, j, n);
 }
 
 DPK_INLINE vf load_sum(const float* p) { return load_as<vf>(p); }
@@ -39,17 +51,26 @@ DPK_INLINE vd load_row(const double* p) { return load_as<vd>(p); }
 // norm of next[r]: the rows are in the cache, the next ones come from memory, and the arithmetic of
 // both hides behind the memory's time.
 template <class T, int kRows, bool kMeasure>
-DPK_INLINE void add_exactly(typename SumOf<T>::type* sum, const T* const* rows,
+DPK_INLINE void add_exactly(typename SumOf<T>::type* sum, const T* const* row_list,
                             const typename SumOf<T>::type* factors, int64_t n, bool overwrite,
-                            const T* const* next, double* sq_norms) {
-  using V = decltype(load_row(rows[0]));
+                            const T* const* next_list, double* sq_norms) {
+  using V = decltype(load_row(row_list[0]));
   constexpr int kStep = sizeof(V) / sizeof(factors[0]);
   constexpr int kPieces = 2 * kStep / (kLanes / 2);
-  // Four chains of additions over all rows: the adder's latency stays below the memory's time.
-  constexpr int kChains = kRows >= 4 ? 1 : 4 / kRows < kPieces ? 4 / kRows : kPieces;
+  // Eight accumulators in all, as many as the registers hold beside the factors.
+  constexpr int kChains = kRows >= 4 ? 2 : kPieces;
+  // Copies of the addresses: those in the lists might change with every store, for all the compiler
+  // knows.
+  const T* rows[kRows];
+  const T* next[kRows];
   V weights[kRows];
-  vd norms[kRows][kChains] = {};
-  for (int r = 0; r < kRows; ++r) weights[r] = V{} + factors[r];
+  vd norms[kRows][kChains];
+  for (int r = 0; r < kRows; ++r) {
+    for (int k = 0; k < kChains; ++k) norms[r][k] = vd{};
+    rows[r] = row_list[r];
+    next[r] = kMeasure ? next_list[r] : nullptr;
+    weights[r] = V{} + factors[r];
+  }
   int64_t j = 0;
   for (; j + 2 * kStep <= n; j += 2 * kStep) {
     V a = weights[0] * load_row(rows[0] + j), b = weights[0] * load_row(rows[0] + j + kStep);
@@ -75,8 +96,7 @@ DPK_INLINE void add_exactly(typename SumOf<T>::type* sum, const T* const* rows,
   if constexpr (kMeasure) {
     for (int r = 0; r < kRows; ++r) {
       for (int k = 1; k < kChains; ++k) norms[r][0] += norms[r][k];
-      for (int i = 0; i < kLanes / 2; ++i) sq_norms[r] += norms[r][0][i];
-      sq_norms[r] += sq_norm<T>(next[r] + j, n - j);
+      sq_norms[r] += sum_of_lanes(norms[r][0]) + rest_sq_norm(next[r], j, n);
     }
   }
   for (; j < n; ++j) {
@@ -99,20 +119,31 @@ void add_rows(void* sum, const void* const* rows, const void* factors, int count
   const Sum* f = static_cast<const Sum*>(factors);
   if (next != nullptr) {
     switch (count) {
-      case 1: return add_exactly<T, 1, true>(s, r, f, n, overwrite, m, sq_norms);
-      case 2: return add_exactly<T, 2, true>(s, r, f, n, overwrite, m, sq_norms);
-      case 4: return add_exactly<T, 4, true>(s, r, f, n, overwrite, m, sq_norms);
+      case 1:
+        return add_exactly<T, 1, true>(s, r, f, n, overwrite, m, sq_norms);
+      case 2:
+        return add_exactly<T, 2, true>(s, r, f, n, overwrite, m, sq_norms);
+      case 4:
+        return add_exactly<T, 4, true>(s, r, f, n, overwrite, m, sq_norms);
     }
     return;
   }
   switch (count) {
-    case 1: return add_exactly<T, 1, false>(s, r, f, n, overwrite, m, sq_norms);
-    case 2: return add_exactly<T, 2, false>(s, r, f, n, overwrite, m, sq_norms);
-    case 3: return add_exactly<T, 3, false>(s, r, f, n, overwrite, m, sq_norms);
-    case 4: return add_exactly<T, 4, false>(s, r, f, n, overwrite, m, sq_norms);
-    case 5: return add_exactly<T, 5, false>(s, r, f, n, overwrite, m, sq_norms);
-    case 6: return add_exactly<T, 6, false>(s, r, f, n, overwrite, m, sq_norms);
-    case 7: return add_exactly<T, 7, false>(s, r, f, n, overwrite, m, sq_norms);
-    case 8: return add_exactly<T, 8, false>(s, r, f, n, overwrite, m, sq_norms);
+    case 1:
+      return add_exactly<T, 1, false>(s, r, f, n, overwrite, m, sq_norms);
+    case 2:
+      return add_exactly<T, 2, false>(s, r, f, n, overwrite, m, sq_norms);
+    case 3:
+      return add_exactly<T, 3, false>(s, r, f, n, overwrite, m, sq_norms);
+    case 4:
+      return add_exactly<T, 4, false>(s, r, f, n, overwrite, m, sq_norms);
+    case 5:
+      return add_exactly<T, 5, false>(s, r, f, n, overwrite, m, sq_norms);
+    case 6:
+      return add_exactly<T, 6, false>(s, r, f, n, overwrite, m, sq_norms);
+    case 7:
+      return add_exactly<T, 7, false>(s, r, f, n, overwrite, m, sq_norms);
+    case 8:
+      return add_exactly<T, 8, false>(s, r, f, n, overwrite, m, sq_norms);
   }
 }

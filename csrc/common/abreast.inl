@@ -6,16 +6,16 @@ struct Abreast {
   V v[N];
 };
 
-#define DPK_ABREAST_OPERATOR(op)                                             \
-  template <class V, int N>                                                  \
-  DPK_INLINE Abreast<V, N> operator op(Abreast<V, N> a, Abreast<V, N> b) {   \
-    for (int n = 0; n < N; ++n) a.v[n] = a.v[n] op b.v[n];                   \
-    return a;                                                                \
-  }                                                                          \
-  template <class V, int N, class S>                                         \
-  DPK_INLINE Abreast<V, N> operator op(Abreast<V, N> a, S b) {               \
-    for (int n = 0; n < N; ++n) a.v[n] = a.v[n] op b;                        \
-    return a;                                                                \
+#define DPK_ABREAST_OPERATOR(op)                                           \
+  template <class V, int N>                                                \
+  DPK_INLINE Abreast<V, N> operator op(Abreast<V, N> a, Abreast<V, N> b) { \
+    for (int n = 0; n < N; ++n) a.v[n] = a.v[n] op b.v[n];                 \
+    return a;                                                              \
+  }                                                                        \
+  template <class V, int N, class S>                                       \
+  DPK_INLINE Abreast<V, N> operator op(Abreast<V, N> a, S b) {             \
+    for (int n = 0; n < N; ++n) a.v[n] = a.v[n] op b;                      \
+    return a;                                                              \
   }
 DPK_ABREAST_OPERATOR(+)
 DPK_ABREAST_OPERATOR(-)
@@ -41,11 +41,11 @@ struct AbreastLanes {
   static DPK_INLINE void multiply_wide(U a, uint32_t b, U& high, U& low) {
     for (int n = 0; n < N; ++n) Lanes::multiply_wide(a.v[n], b, high.v[n], low.v[n]);
   }
-#define DPK_ABREAST_FUNCTION(Result, name, Argument)                 \
-  static DPK_INLINE Result name(Argument x) {                        \
-    Result y;                                                        \
-    for (int n = 0; n < N; ++n) y.v[n] = Lanes::name(x.v[n]);        \
-    return y;                                                        \
+#define DPK_ABREAST_FUNCTION(Result, name, Argument)          \
+  static DPK_INLINE Result name(Argument x) {                 \
+    Result y;                                                 \
+    for (int n = 0; n < N; ++n) y.v[n] = Lanes::name(x.v[n]); \
+    return y;                                                 \
   }
   DPK_ABREAST_FUNCTION(F, from_unsigned, U)
   DPK_ABREAST_FUNCTION(F, from_signed, I)

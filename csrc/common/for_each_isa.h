@@ -18,7 +18,9 @@
 #include <immintrin.h>
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(                                                    \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), \
+    apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
@@ -71,7 +73,7 @@ namespace {
 
 // DPK_FOR_ISA(isa, f) is the function f of the namespace of that instruction set.
 #if DPK_X86
-#define DPK_FOR_ISA(isa, name)                      \
+#define DPK_FOR_ISA(isa, name)                       \
   ((isa) == ::dpk::Isa::avx512 ? ::dpk::avx512::name \
    : (isa) == ::dpk::Isa::avx2 ? ::dpk::avx2::name   \
                                : ::dpk::portable::name)

@@ -7,8 +7,10 @@
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
 #define DPK_HOST_DEVICE __host__ __device__ __forceinline__
+#define DPK_UNROLL_10 _Pragma("unroll")
 #else
 #define DPK_HOST_DEVICE inline __attribute__((always_inline))
+#define DPK_UNROLL_10 _Pragma("GCC unroll 10")
 #endif
 
 namespace dpk {

@@ -20,7 +20,7 @@ template <class Lanes>
 DPK_HOST_DEVICE void philox_rounds(typename Lanes::U& c0, typename Lanes::U& c1,
                                    typename Lanes::U& c2, typename Lanes::U& c3,
                                    const PhiloxKeys<Lanes>& keys) {
-#pragma GCC unroll 10
+  DPK_UNROLL_10
   for (int round = 0; round < 10; ++round) {
     typename Lanes::U high0, low0, high1, low1;
     Lanes::multiply_wide(c0, kPhiloxMultiplier0, high0, low0);

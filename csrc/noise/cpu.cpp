@@ -1,11 +1,10 @@
-#include "noise/noise.h"
-
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
 #include "common/element.h"
 #include "common/gaussian.h"
+#include "noise/noise.h"
 #define DPK_KERNELS "noise/kernels.inl"
 #include "common/for_each_isa.h"
 
@@ -33,8 +32,8 @@ void add_gaussian_noise(const NoiseTarget<T>* targets, int64_t count, double std
   const int tasks = static_cast<int>(std::clamp<int64_t>(useful, 1, executor.threads));
   for_each_task(executor, tasks, [&](int task) {
     const int64_t begin = tiles * task / tasks, end = tiles * (task + 1) / tasks;
-    int64_t i = std::upper_bound(first_tile.begin(), first_tile.end(), begin) -
-                first_tile.begin() - 1;
+    int64_t i =
+        std::upper_bound(first_tile.begin(), first_tile.end(), begin) - first_tile.begin() - 1;
     for (; i < count && first_tile[i] < end; ++i) {
       kernel(targets[i].x, targets[i].n, std::max(begin, first_tile[i]) - first_tile[i],
              std::min(end, first_tile[i + 1]) - first_tile[i], std, scale, key, counter + i);

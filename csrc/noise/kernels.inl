@@ -11,8 +11,8 @@ constexpr int kVectors = kBlocks / kLanes;
 using TileLanes = AbreastLanes<VectorLanes, kVectors>;
 
 // The 64 normals of one tile: block b of the tile writes normal k to z[k * kBlocks + b].
-DPK_INLINE void normals_of_tile(int64_t tile, const PhiloxKeys<TileLanes>& keys,
-                                uint64_t counter, float* z) {
+DPK_INLINE void normals_of_tile(int64_t tile, const PhiloxKeys<TileLanes>& keys, uint64_t counter,
+                                float* z) {
   const uint64_t first = uint64_t(tile) * kBlocks;
   TileLanes::U c0;
   for (int i = 0; i < kBlocks; ++i) c0.v[i / kLanes][i % kLanes] = i;
@@ -34,10 +34,7 @@ DPK_INLINE void normals_of_tile(int64_t tile, const PhiloxKeys<TileLanes>& keys,
 template <class T>
 void add_noise_to_tiles(T* x, int64_t n, int64_t begin, int64_t end, double std, double scale,
                         uint64_t key, uint64_t counter) {
-  // Kept in memory, where the exclusive-or takes them from: without this the compiler broadcasts
-  // each of the twenty again for every tile.
   const PhiloxKeys<TileLanes> keys(key);
-  asm volatile("" : : "m"(keys));
   const T sigma = T(std), factor = T(scale);
   for (int64_t tile = begin; tile < end; ++tile) {
     alignas(64) float z[kTile];

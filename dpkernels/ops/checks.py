@@ -37,40 +37,41 @@ def check_writable(op: str, name: str, outputs: Sequence[Tensor], inputs: Sequen
             )
     if torch.compiler.is_compiling():
         return
+    spans = []
     for tensor in outputs:
-        if tensor.numel() > _span_elements(tensor):
+        span = _span(tensor)
+        if tensor.nbytes > span[1] - span[0]:
             raise ValueError(
                 f"{op}: {name} of shape {list(tensor.shape)} has several elements at one address "
                 f"(strides {list(tensor.stride())}); pass a buffer of its own, e.g. {name}.clone()"
             )
-    _check_disjoint(op, name, outputs, inputs)
+        spans.append((*span, True))
+    spans += [(*_span(tensor), False) for tensor in inputs]
+    if _overlap(spans):
+        raise ValueError(
+            f"{op}: {name} shares memory with an input or with itself; pass buffers of their own"
+        )
 
 
-def _check_disjoint(
-    op: str, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
-) -> None:
-    """Raise if the address range of an output overlaps that of another output or of an input."""
-    spans = [(*_span(t), True) for t in outputs if t.numel()]
-    spans += [(*_span(t), False) for t in inputs if t.numel()]
+def _overlap(spans: list[tuple[int, int, bool]]) -> bool:
+    """Return whether an address range (start, end, written) that is written meets another one."""
     written_until = any_until = 0
     for start, end, written in sorted(spans):
+        if start == end:
+            continue
         if start < written_until or (written and start < any_until):
-            raise ValueError(
-                f"{op}: {name} shares memory with an input or with itself; pass buffers of their own"
-            )
+            return True
         any_until = max(any_until, end)
         if written:
             written_until = max(written_until, end)
-
-
-def _span_elements(tensor: Tensor) -> int:
-    """Return how many elements lie between the first and the last address of ``tensor``."""
-    if tensor.numel() == 0:
-        return 0
-    strides = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in strides)
+    return False
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first address of ``tensor`` and the first one behind it."""
     start = tensor.data_ptr()
-    return start, start + _span_elements(tensor) * tensor.element_size()
+    if tensor.is_contiguous() or tensor.numel() == 0:
+        return start, start + tensor.nbytes
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = 1 + sum((size - 1) * stride for size, stride in strides)
+    return start, start + elements * tensor.element_size()

@@ -185,7 +185,9 @@ def _gradients(op: str, grads: Tensor | Sequence[Tensor]) -> list[Tensor]:
                 f"{op}: grads must be [B, D] float32/bf16/fp16/float64, got {_describe(g)}; "
                 "flatten per-sample gradients first"
             )
-        if g.shape[0] != first.shape[0] or g.dtype != first.dtype or g.device != first.device:
+        if g is not first and (
+            g.shape[0] != first.shape[0] or g.dtype != first.dtype or g.device != first.device
+        ):
             raise ValueError(
                 f"{op}: all of grads must share batch size, dtype and device, got "
                 f"{_describe(first)} and {_describe(g)}"

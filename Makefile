@@ -1,0 +1,58 @@
+# Needs Python, a C++ compiler and make; the rest goes into .venv, which is reused while up to date.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+
+ENVIRONMENT := $(VENV)/.environment
+BUILT := $(VENV)/.built
+CXX_SOURCES := $(shell find csrc -type f)
+
+# ninja is in the environment, and torch looks for it on PATH.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench lint gpu-check build clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+demo: $(BUILT) ## compare the kernels with plain PyTorch on small sizes
+	@$(BIN)/python -m benchmarks --quick
+
+test: $(BUILT) ## run the tests
+	@$(BIN)/python -m pytest -q
+
+bench: $(BUILT) ## measure the kernels against plain PyTorch and torch.compile
+	@$(BIN)/python -m benchmarks
+
+lint: $(ENVIRONMENT) ## check style and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/clang-format --dry-run -Werror $(filter %.h %.inl %.cpp %.cu %.cuh,$(CXX_SOURCES))
+
+gpu-check: $(BUILT) ## compile every GPU kernel ahead of time and check its resources
+	@$(BIN)/python -m benchmarks.gpu_check
+
+build: $(BUILT) ## compile dpkernels._C in place
+
+clean: ## remove the environment and everything built
+	@rm -rf $(VENV) build dist dpkernels.egg-info dpkernels/_C.*.so
+
+# The package is editable and the extension is compiled in place: a change in Python needs nothing,
+# a change in C++ compiles what depends on it.
+$(ENVIRONMENT): pyproject.toml setup.py
+	@echo "Installing $(TORCH) and the development tools into $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -q "$(TORCH)" "setuptools>=77" ninja
+	@DPKERNELS_BUILD=none $(BIN)/python -m pip install -q --no-build-isolation -e ".[dev]"
+	@touch $@
+
+$(BUILT): $(ENVIRONMENT) $(CXX_SOURCES)
+	@echo "Compiling dpkernels._C"
+	@mkdir -p build
+	@$(BIN)/python setup.py -q build_ext --inplace > build/log 2>&1 || { cat build/log; exit 1; }
+	@grep '^dpkernels:' build/log
+	@touch $@

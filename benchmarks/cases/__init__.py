@@ -1,0 +1,1 @@
+"""The cases, one module for each room; each has ``cases(device, quick)`` (see ``registry``)."""

@@ -1,0 +1,254 @@
+"""Show a report: a table for the terminal, one for the README, and a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.results import Measurement, Report, Result
+from benchmarks.timing import Spread
+
+BEGIN = "<!-- kernels:begin -->"
+END = "<!-- kernels:end -->"
+
+_NOT_AVAILABLE = "n/a"
+
+
+def table(report: Report) -> str:
+    """Return the report as an aligned table, with what went wrong below it."""
+    rows = [_row(result) for result in report.results]
+    lines = [_machine(report)]
+    if rows:
+        lines += _aligned([list(rows[0]), *(list(row.values()) for row in rows)])
+    if report.startup is not None:
+        lines.append(_startup(report))
+    return "\n".join([*lines, *_notes(report)])
+
+
+def markdown(report: Report) -> str:
+    """Return the report as the README shows it."""
+    rows = [_readme_row(result) for result in report.results]
+    lines = [_provenance(report), ""]
+    if rows:
+        lines += [_cells(list(rows[0])), _cells(["---"] * len(rows[0]))]
+        lines += [_cells(list(row.values())) for row in rows]
+    if report.startup is not None:
+        lines += ["", _startup(report) + "."]
+    return "\n".join([*lines, "", _machine(report)])
+
+
+def rewrite_section(readme: Path, text: str) -> None:
+    """Replace what stands between the two marks in ``readme`` by ``text``.
+
+    Raises ValueError unless each mark is there once, in order.
+    """
+    content = readme.read_text()
+    before, begin, rest = content.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end or BEGIN in rest or END in before + after:
+        raise ValueError(
+            f"rewrite_section: {readme.name} must have one line {BEGIN} and, after it, one line "
+            f"{END}; put them where the table belongs"
+        )
+    readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
+def picture(report: Report, path: Path) -> None:
+    """Draw the speed-up of every case as a bar, over plain PyTorch and over its compiled form.
+
+    Whiskers go from the 10th to the 90th percentile of the rounds. Needs matplotlib.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [result for result in report.results if result.speedup is not None]
+    figure, axes = pyplot.subplots(figsize=(9, 1.6 + 0.5 * len(shown)), layout="constrained")
+    series = (
+        ("fastest plain PyTorch form", "#2a6f97", -0.19, [r.speedup for r in shown]),
+        ("torch.compile of it", "#e09f3e", 0.19, [r.compiled_speedup for r in shown]),
+    )
+    for label, colour, offset, speedups in series:
+        bars = [(row + offset, s) for row, s in enumerate(speedups) if s is not None]
+        if not bars:
+            continue
+        positions, medians = [p for p, _ in bars], [s.median for _, s in bars]
+        whiskers = [
+            [max(0.0, s.median - s.p10) for _, s in bars],
+            [max(0.0, s.p90 - s.median) for _, s in bars],
+        ]
+        axes.barh(positions, medians, 0.36, xerr=whiskers, color=colour, label=label, capsize=2)
+        for position, s in bars:
+            end = max(s.median, s.p90)
+            axes.annotate(
+                f"{s.median:.2f}x",
+                (end, position),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+            )
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.set_yticks(range(len(shown)), [result.name for result in shown], fontsize=9)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("times as fast as (1: the same; whiskers: 10th to 90th percentile)")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(_where(report), fontsize=9)
+    if shown:
+        figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _row(result: Result) -> dict[str, str]:
+    """Return a line of the table, by column. A wrong result shows its error and no speed."""
+    ours = result.ours
+    plain = result.named("plain", result.fastest_plain)
+    compiled = result.named("compiled", result.fastest_compiled)
+    verdict = _speedup(result.speedup)
+    if not result.correct:
+        verdict = f"{ours.status.upper()}: {ours.reason}"
+    return {
+        "case": result.name,
+        "backend": result.backend,
+        "ours ms": _milliseconds(ours),
+        "plain ms": _milliseconds(plain),
+        "speed-up": verdict,
+        "compiled ms": _milliseconds(compiled),
+        "over compiled": _speedup(result.compiled_speedup),
+        "rate": _rate(result),
+        "of bound": _share(result),
+        "extra MB (tensors/resident): ours, plain": f"{_megabytes(ours)}, {_megabytes(plain)}",
+        "fastest plain form": result.fastest_plain or _NOT_AVAILABLE,
+        "target": _target(result),
+    }
+
+
+def _readme_row(result: Result) -> dict[str, str]:
+    row = _row(result)
+    plain = f"{row['plain ms']} ms (`{row['fastest plain form']}`)"
+    return {
+        "case": row["case"],
+        "dpkernels": f"{row['ours ms']} ms" if result.correct else _NOT_AVAILABLE,
+        "fastest plain PyTorch": plain if result.fastest_plain else _NOT_AVAILABLE,
+        "speed-up (quartiles)": f"**{row['speed-up']}**",
+        "over `torch.compile` of it": row["over compiled"],
+        "rate": row["rate"],
+        "of bound": row["of bound"],
+        "extra MB (tensors/resident): ours, plain": row["extra MB (tensors/resident): ours, plain"],
+        "target": row["target"],
+    }
+
+
+def _rate(result: Result) -> str:
+    gflops, gigabytes = result.ours.gflop_per_s, result.ours.gb_per_s
+    if gflops is None or gigabytes is None:
+        return _NOT_AVAILABLE
+    return f"{gflops:.1f} GFLOP/s" if result.bound_kind == "gemm" else f"{gigabytes:.1f} GB/s"
+
+
+def _share(result: Result) -> str:
+    if result.percent_of_bound is None:
+        return _NOT_AVAILABLE
+    return f"{result.percent_of_bound:.0f}% {result.bound_kind}"
+
+
+def _milliseconds(measurement: Measurement | None) -> str:
+    if measurement is None or measurement.milliseconds is None:
+        return _NOT_AVAILABLE
+    return f"{measurement.milliseconds.median:.3g}"
+
+
+def _speedup(speedup: Spread | None) -> str:
+    if speedup is None:
+        return _NOT_AVAILABLE
+    return f"{speedup.median:.2f}x ({speedup.p25:.2f}-{speedup.p75:.2f})"
+
+
+def _megabytes(measurement: Measurement | None) -> str:
+    """Return tensors/resident, as ``memory`` tells them apart."""
+    if measurement is None or measurement.memory is None:
+        return _NOT_AVAILABLE
+    memory = measurement.memory
+    resident = _NOT_AVAILABLE if memory.resident is None else f"{memory.resident / 1e6:.3g}"
+    return f"{memory.allocated / 1e6:.3g}/{resident}"
+
+
+def _target(result: Result) -> str:
+    met = result.target_met()
+    if met is None:
+        return ""
+    target = result.target
+    parts = []
+    if target.ratio is not None:
+        against = target.against or "the fastest plain form"
+        found = _NOT_AVAILABLE
+        if result.target_speedup is not None:
+            found = f"{result.target_speedup.median:.2f}x"
+        parts.append(f"{found} of {target.ratio:g}x over {against}")
+    if target.percent_of_bound is not None:
+        found = _NOT_AVAILABLE
+        if result.percent_of_bound is not None:
+            found = f"{result.percent_of_bound:.0f}%"
+        parts.append(f"{found} of {target.percent_of_bound:g}%")
+    return f"{'met' if met else 'MISSED'}: {', '.join(parts)}"
+
+
+def _startup(report: Report) -> str:
+    startup = report.startup
+    assert startup is not None
+    verdict = "met" if startup.target_met() else "MISSED"
+    seconds = startup.seconds
+    return (
+        f"import dpkernels, after torch: {seconds.median:.3f} s ({seconds.p25:.3f}-"
+        f"{seconds.p75:.3f}), torch itself {startup.torch_seconds.median:.2f} s; target under "
+        f"{startup.limit:g} s: {verdict}"
+    )
+
+
+def _machine(report: Report) -> str:
+    units = {"read": "GB/s", "update": "GB/s", "gemm": "GFLOP/s", "normals": "G/s"}
+    rates = [
+        f"{kind} {rate.per_second:.3g} {units[kind]} ({rate.best})"
+        for kind, rate in report.machine.items()
+    ]
+    return "This machine in the same run, from memory: " + ", ".join(rates) + "."
+
+
+def _where(report: Report) -> str:
+    p = report.provenance
+    dirty = " with uncommitted changes" if p["dirty"] else ""
+    device = p["cpu"] if p["device"] == "cpu" else p["device"]
+    return (
+        f"{device}, {p['threads']} threads, {p['instruction_set']['dpkernels']}; torch "
+        f"{p['versions']['torch']}; commit {p['commit'][:9]}{dirty}, {p['time'][:10]}"
+    )
+
+
+def _provenance(report: Report) -> str:
+    return (
+        f"Median of interleaved rounds in one process, on {_where(report)}. Every output was "
+        "checked against float64 first. Reproduce with `make bench`."
+    )
+
+
+def _notes(report: Report) -> list[str]:
+    """Return a line for every form that was refused or did not run."""
+    return [
+        f"{result.name}: {m.kind} '{m.name}' {m.status}: {m.reason}"
+        for result in report.results
+        for m in result.measurements
+        if m.kind != "ours" and m.status in ("mismatch", "failed")
+    ]
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = [[c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows]
+    return ["  ".join(row).rstrip() for row in padded]
+
+
+def _cells(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

@@ -1,0 +1,1 @@
+"""Tests of dpkernels; the folders mirror the package's."""

@@ -1,0 +1,45 @@
+"""The tolerance accepts what is as accurate as plain PyTorch, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from python_tests.tolerance import assert_as_accurate
+
+EXACT = torch.tensor([1.0, -3.0, 4.0], dtype=torch.float64)
+ULP = 4.0 * torch.finfo(torch.float32).eps
+
+
+def test_twice_the_plain_error_and_one_ulp_pass_and_more_does_not() -> None:
+    plain = EXACT.float() + torch.tensor([0.0, 0.25, 0.0])
+    assert_as_accurate(EXACT.float() + 0.5, plain, EXACT)
+    assert_as_accurate(EXACT.float() + torch.tensor([0.0, 0.0, ULP]), EXACT.float(), EXACT)
+    with pytest.raises(AssertionError, match="exceeds twice"):
+        assert_as_accurate(EXACT.float() + 0.50001, plain, EXACT)
+    with pytest.raises(AssertionError, match="exceeds twice"):
+        assert_as_accurate(EXACT.float() + torch.tensor([0.0, 0.0, 2 * ULP]), EXACT.float(), EXACT)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_non_finite_element_fails(bad: float) -> None:
+    with pytest.raises(AssertionError, match="non-finite"):
+        assert_as_accurate(torch.tensor([1.0, bad, 4.0]), EXACT.float(), EXACT)
+
+
+def test_wrong_dtype_or_shape_fails() -> None:
+    with pytest.raises(AssertionError, match="dtype"):
+        assert_as_accurate(EXACT, EXACT.float(), EXACT)
+    with pytest.raises(AssertionError, match="shape"):
+        assert_as_accurate(EXACT.float()[:2], EXACT.float(), EXACT)
+
+
+def test_a_plain_result_that_overflows_excuses_nothing() -> None:
+    plain = torch.tensor([1.0, float("inf"), 4.0])
+    with pytest.raises(AssertionError, match="overflows"):
+        assert_as_accurate(EXACT.float(), plain, EXACT)
+
+
+def test_fresh_memory_is_poisoned() -> None:
+    assert torch.empty(3).isnan().all()
+    assert torch.ones(2, 3, dtype=torch.bfloat16).new_empty(5).isnan().all()

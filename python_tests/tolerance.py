@@ -1,0 +1,35 @@
+"""The one tolerance of the tests: as accurate as plain PyTorch in the same dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def assert_as_accurate(actual: Tensor, plain: Tensor, exact: Tensor) -> None:
+    """Assert that ``actual`` errs at most twice as much as ``plain``, plus one ulp of the scale.
+
+    actual: what is tested.
+    plain: the same computation in plain PyTorch, in the same dtype.
+    exact: the true result, float64; ``actual`` must be finite where this is.
+
+    Errors are the largest over all elements; the scale is the largest magnitude in ``exact``.
+    """
+    assert actual.dtype == plain.dtype, f"dtype {actual.dtype}, wanted {plain.dtype}"
+    assert actual.shape == exact.shape, f"shape {list(actual.shape)}, wanted {list(exact.shape)}"
+    assert plain.shape == exact.shape and exact.dtype == torch.float64
+    if exact.numel() == 0:
+        return
+    finite = exact.isfinite()
+    assert torch.equal(actual.isfinite(), finite), f"non-finite elements: {actual}, wanted {exact}"
+    assert torch.equal(plain.isfinite(), finite), "plain PyTorch overflows here: nothing to compare"
+    if not finite.any():
+        return
+    exact = exact[finite]
+    error = (actual[finite].double() - exact).abs().max().item()
+    plain_error = (plain[finite].double() - exact).abs().max().item()
+    ulp = torch.finfo(actual.dtype).eps * exact.abs().max().item()
+    assert error <= 2 * plain_error + ulp, (
+        f"error {error:.3g} exceeds twice that of plain PyTorch, {plain_error:.3g}, plus one ulp "
+        f"of the scale, {ulp:.3g}"
+    )
