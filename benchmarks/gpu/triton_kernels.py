@@ -57,13 +57,21 @@ def versions() -> dict[str, str]:
     return found
 
 
+def _kernels_beside(module: ModuleType) -> dict[str, JITFunction]:
+    """Return the jitted functions defined in the ``triton_*`` modules beside ``module``."""
+    assert module.__file__ is not None
+    found = {}
+    for path in Path(module.__file__).parent.glob("triton_*.py"):
+        sibling = importlib.import_module(f"{module.__package__}.{path.stem}")
+        for name, value in vars(sibling).items():
+            if isinstance(value, JITFunction) and value.fn.__module__ == sibling.__name__:
+                found[name] = value
+    return found
+
+
 def _uncovered(module: ModuleType) -> Iterator[Compiled]:
     """Yield a failure for each kernel that no case compiles, neither directly nor as a callee."""
-    kernels = {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, JITFunction) and value.fn.__module__ == module.__name__
-    }
+    kernels = _kernels_beside(module)
     reached: set[str] = set()
     pending = [case.kernel.__name__ for case in module.ahead_of_time_cases()]
     while pending:

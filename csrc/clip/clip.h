@@ -36,11 +36,15 @@ struct ClipRule {
   double gamma;
 };
 
+// Squares of doubles lose their precision below this (squares of floats never get there), so a
+// smaller squared norm counts as zero. Bounds are at least 1e-100: such a row is far below them.
+constexpr double kTinySqNorm = 1e-290;
+
 // The factor of one row, before rounding; 0 for a norm that is not finite.
 inline double clip_factor(double sq_norm, double bound, bool normalise, double gamma) {
   if (!std::isfinite(sq_norm)) return 0.0;
   const double norm = std::sqrt(sq_norm);
-  if (normalise) return norm + gamma > 0.0 ? bound / (norm + gamma) : 0.0;
+  if (normalise) return sq_norm >= kTinySqNorm ? bound / (norm + gamma) : 0.0;
   return norm > bound ? bound / norm : 1.0;
 }
 

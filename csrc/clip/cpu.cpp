@@ -17,8 +17,9 @@ constexpr int64_t kMaxGroup = 4;
 constexpr int64_t kElementsPerTask = 16384;
 // Task boundaries fall on whole cache lines of sums.
 constexpr int64_t kColumnAlignment = 16;
-// A block of sums that stays in the first-level cache while chunks of rows are added to it.
-constexpr int64_t kBlockColumns = 4096;
+// A block of sums that stays in the second-level cache while rows are added to it: 128 KiB. Smaller
+// blocks cut the rows into pieces that are over before the prefetchers have caught up.
+constexpr int64_t kBlockColumns = 32768;
 // Rows whose sums fit in this much are dealt out to the threads, each with sums of its own in its
 // second-level cache; longer rows are cut, so that all threads share one set of sums.
 constexpr int64_t kPrivateSumBytes = 256 << 10;

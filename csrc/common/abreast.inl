@@ -47,7 +47,6 @@ struct AbreastLanes {
     for (int n = 0; n < N; ++n) y.v[n] = Lanes::name(x.v[n]); \
     return y;                                                 \
   }
-  DPK_ABREAST_FUNCTION(F, from_unsigned, U)
   DPK_ABREAST_FUNCTION(F, from_signed, I)
   DPK_ABREAST_FUNCTION(I, as_signed, U)
   DPK_ABREAST_FUNCTION(F, float_of_bits, I)

@@ -57,7 +57,9 @@ template <class Lanes>
 DPK_HOST_DEVICE void box_muller_lanes(typename Lanes::U w0, typename Lanes::U w1,
                                       typename Lanes::F& z0, typename Lanes::F& z1) {
   using F = typename Lanes::F;
-  const F u = Lanes::from_unsigned(w0) * 0x1p-32f + 0x1p-33f;
+  // Both halves of w0 are exact, so that only their sum is rounded.
+  const F low = Lanes::from_signed(Lanes::as_signed(w0 & 0xffffu)) * 0x1p-32f + 0x1p-33f;
+  const F u = Lanes::from_signed(Lanes::as_signed(w0 >> 16)) * 0x1p-16f + low;
   const F t = Lanes::from_signed(Lanes::as_signed(w1)) * 0x1p-31f;
   const F radius = Lanes::square_root(minus_two_log<Lanes>(u));
   F cosine, sine;

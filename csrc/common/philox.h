@@ -32,7 +32,6 @@ struct ScalarLanes {
     low = U(product);
   }
   static DPK_HOST_DEVICE U broadcast(uint32_t x) { return x; }
-  static DPK_HOST_DEVICE F from_unsigned(U x) { return F(x); }
   static DPK_HOST_DEVICE I as_signed(U x) { return I(x); }
   static DPK_HOST_DEVICE F from_signed(I x) { return F(x); }
   static DPK_HOST_DEVICE F float_of_bits(I x) {

@@ -126,10 +126,6 @@ struct VectorLanes {
 
   static DPK_INLINE U broadcast(uint32_t x) { return U{} + x; }
 
-  // Rounded once: both halves and the product are exact, the sum is not.
-  static DPK_INLINE F from_unsigned(U x) {
-    return from_signed((I)(x >> 16)) * 65536.0f + from_signed((I)(x & 0xffffu));
-  }
   static DPK_INLINE I as_signed(U x) { return (I)x; }
   static DPK_INLINE F from_signed(I x) { return __builtin_convertvector(x, F); }
   static DPK_INLINE F float_of_bits(I x) { return (F)x; }

@@ -1,4 +1,4 @@
-"""Argument checks that every operation shares: memory that may be written, numbers that may be used.
+"""Argument checks that all operations share: memory to be written, numbers to be used.
 
 The memory checks look at addresses, which do not exist while ``torch.compile`` traces; there the
 compiled kernels' own checks hold.
@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 
-def check_finite(op: str, name: str, value: float, *, at_least: float, above: bool) -> None:
-    """Raise ValueError unless ``value`` is finite and >= ``at_least`` (> if ``above``)."""
-    if not math.isfinite(value) or value < at_least or (above and value == at_least):
-        relation = ">" if above else ">="
-        raise ValueError(
-            f"{op}: {name} must be a finite number {relation} {at_least:g}, got {value}"
-        )
+def check_finite(op: str, name: str, value: float, *, at_least: float | None = None) -> None:
+    """Raise ValueError unless ``value`` is finite and, if given, >= ``at_least``."""
+    if math.isfinite(value) and (at_least is None or value >= at_least):
+        return
+    wanted = "a finite number" if at_least is None else f"a finite number >= {at_least:g}"
+    raise ValueError(f"{op}: {name} must be {wanted}, got {value}")
 
 
 def check_writable(op: str, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:

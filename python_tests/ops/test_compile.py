@@ -14,6 +14,7 @@ import dpkernels
 from dpkernels import backend as backends
 from dpkernels.ops import clip
 from dpkernels.ops.noise import add_gaussian_noise_
+from python_tests.conftest import running_on
 from python_tests.ops import clip_cases as cases
 
 operators = torch.ops.dpkernels
@@ -30,12 +31,8 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.fixture(params=["reference", "cpp"])
 def compilable(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run on the backends that can be compiled for CPU tensors."""
-    name: str = request.param
-    with dpkernels.use_backend(name):
-        reason = dpkernels.explain("clip_and_sum_").reasons.get(name)
-        if reason is not None:
-            pytest.skip(reason)
-        yield name
+    with running_on(request.param):
+        yield request.param
 
 
 def lists(batch: int, dtype: torch.dtype) -> list[list[Tensor]]:

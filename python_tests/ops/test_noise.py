@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,7 +12,6 @@ from torch import Tensor
 
 from dpkernels import backend as backends
 from dpkernels.ops.noise import add_gaussian_noise_, reference
-from python_tests.conftest import CPP
 from python_tests.tolerance import assert_as_accurate
 
 # Random123's kat_vectors for philox4x32 with 10 rounds: counter, key, result.
@@ -222,16 +219,3 @@ def test_the_noise_of_half_precision_sums_is_float32() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         with pytest.raises(ValueError, match="float32"):
             add_gaussian_noise_(torch.zeros(5, dtype=dtype), 1.0, KEY, COUNTER)
-
-
-@pytest.mark.parametrize("cpp", CPP[-1:], indirect=True)
-def test_more_than_2_to_the_31_elements(cpp: str) -> None:
-    n = 2**31 + 65
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if pages < 1.5 * 4 * n:
-        pytest.skip(f"needs {1.5 * 4 * n / 2**30:.0f} GiB of free memory, there are {pages >> 30}")
-    x = torch.from_numpy(np.zeros(n, dtype=np.float32))
-    add_gaussian_noise_(x, 1.0, KEY, COUNTER)
-    for index in (0, 2**31 - 1, 2**31, n - 65, n - 64, n - 1):
-        exact = torch.tensor([stream_element(index, KEY, COUNTER)], dtype=torch.float64)
-        assert_as_accurate(x[index : index + 1], exact.float(), exact)

@@ -27,6 +27,8 @@ from dpkernels.ops.clip import reference
 
 Mode = Literal["flat", "automatic", "per_layer"]
 MODES: tuple[Mode, ...] = ("flat", "automatic", "per_layer")
+# Far above where squares of float64 gradients underflow: see TINY_SQ_NORM.
+SMALLEST_BOUND = 1e-100
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 
@@ -81,7 +83,7 @@ def clip_factors(
     """Clip factors from squared norms, rounded towards zero, 0 where the norm is not finite.
 
     sq_norms: float64 ``[B]``, or ``[L, B]`` for ``per_layer``.
-    max_norm: the bound C > 0; for ``per_layer`` a sequence of L bounds.
+    max_norm: the bound C >= 1e-100; for ``per_layer`` a sequence of L bounds.
     mode: ``flat`` and ``per_layer``: ``min(1, C / norm)``; ``automatic``: ``C / (norm + gamma)``
         (Bu et al. 2023, AUTO-S), which brings every sample to a norm just below C.
     gamma: >= 0, used by ``automatic`` only.
@@ -99,7 +101,7 @@ def clip_factors(
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"{op}: dtype must be float32 or float64, got {dtype}")
     bounds = _bounds(op, max_norm, mode, sq_norms.shape[0] if rank == 2 else None)
-    check_finite(op, "gamma", gamma, at_least=0.0, above=False)
+    check_finite(op, "gamma", gamma, at_least=0.0)
     run = backend.select(_clip_factors, sq_norms.device, dtype)
     rows = sq_norms if rank == 2 else sq_norms.unsqueeze(0)
     factors: Tensor = run(rows, bounds, mode == "automatic", gamma, dtype)
@@ -161,7 +163,7 @@ def clip_and_sum(
     op = "clip_and_sum"
     tensors = _gradients(op, grads)
     bounds = _bounds(op, max_norm, mode, len(tensors))
-    check_finite(op, "gamma", gamma, at_least=0.0, above=False)
+    check_finite(op, "gamma", gamma, at_least=0.0)
     buffers = _outputs(op, out, grads, tensors, accumulate, [])
     run = backend.select(_clip_and_sum, tensors[0].device, tensors[0].dtype)
     sq_norms, factors = run(buffers, tensors, bounds, mode == "automatic", gamma, accumulate)
@@ -219,7 +221,7 @@ def _bounds(
                 f"{op}: max_norm has {len(bounds)} bounds for {layers} tensors; pass one for each"
             )
     for bound in bounds:
-        check_finite(op, "max_norm", bound, at_least=0.0, above=True)
+        check_finite(op, "max_norm", bound, at_least=SMALLEST_BOUND)
     return bounds
 
 

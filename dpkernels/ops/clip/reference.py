@@ -10,6 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Squares of float64 numbers lose their precision below this (squares of float32 numbers never get
+# there), so a smaller squared norm counts as zero: nothing to normalise.
+TINY_SQ_NORM = 1e-290
+
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of factors and sums for gradients of ``dtype``: float32 or wider."""
@@ -34,8 +38,7 @@ def clip_factors(
     bounds = sq_norms.new_tensor(max_norms, dtype=torch.float64).unsqueeze(1)
     norms = sq_norms.sqrt()
     if normalise:
-        divisors = norms + gamma
-        exact = torch.where(divisors > 0, bounds / divisors, 0.0)
+        exact = torch.where(sq_norms >= TINY_SQ_NORM, bounds / (norms + gamma), 0.0)
     else:
         exact = torch.where(norms > bounds, bounds / norms, 1.0)
     exact = torch.where(sq_norms.isfinite(), exact, 0.0).clamp(max=torch.finfo(dtype).max)

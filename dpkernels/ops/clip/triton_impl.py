@@ -26,11 +26,17 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from dpkernels.ops.ahead_of_time import COMPILE_OPTIONS, AheadOfTimeCase
 from dpkernels.ops.clip.reference import sum_dtype
+from dpkernels.ops.clip.triton_kernels import (
+    add_rows_kernel,
+    clip_and_sum_kernel,
+    factors_kernel,
+    sq_norms_kernel,
+    weighted_sum_kernel,
+)
 
 # A tile is 32 float32 (16 float64) elements a thread. With the running sum that is half of the 128
 # registers a thread may have when 16 warps share an SM, and the 16 warps then have 64 KB in flight;
@@ -54,170 +60,6 @@ _FEW_PARTIALS = (8, 512)
 _FACTOR_BLOCK = 256
 # Without a GPU (interpreter): small, so that tests see rows and columns split.
 _INTERPRETED_SMS = 2
-
-
-@triton.jit
-def _factor(sq_norms, max_norm, gamma, cap, at_zero, DTYPE: tl.constexpr):
-    """``min(cap, C / (norm + gamma))`` in DTYPE, rounded towards zero; 0 for a non-finite norm.
-
-    cap is 1 and gamma 0 for clipping; a cap of the largest number of DTYPE normalises.
-    """
-    divisor = tl.sqrt(sq_norms) + gamma
-    exact = tl.where(divisor > 0, max_norm / tl.where(divisor > 0, divisor, 1.0), at_zero)
-    exact = tl.where(exact < cap, exact, cap)
-    # False for NaN, too.
-    exact = tl.where(sq_norms < float("inf"), exact, 0.0)
-    rounded = exact.to(DTYPE)
-    if DTYPE == tl.float32:
-        # The float just below a positive one has the bits just below.
-        below = (rounded.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
-        rounded = tl.where(rounded.to(tl.float64) > exact, below, rounded)
-    return rounded
-
-
-@triton.jit(do_not_specialize=["n"])
-def _factors_kernel(
-    sq_norms,
-    factors,
-    n: tl.int64,
-    max_norm: tl.float64,
-    gamma: tl.float64,
-    cap: tl.float64,
-    at_zero: tl.float64,
-    BLOCK: tl.constexpr,
-):
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(sq_norms + index, mask=index < n, other=0.0)
-    result = _factor(values, max_norm, gamma, cap, at_zero, factors.dtype.element_ty)
-    tl.store(factors + index, result, mask=index < n)
-
-
-@triton.jit(do_not_specialize=["rows", "column_vectors", "row_vectors", "tiles_per_program"])
-def _clip_and_sum_kernel(
-    grads,
-    partial_sums,
-    sq_norms,
-    factors,
-    rows: tl.int64,
-    column_vectors: tl.int64,
-    row_vectors: tl.int64,
-    tiles_per_program: tl.int32,
-    max_norm: tl.float64,
-    gamma: tl.float64,
-    cap: tl.float64,
-    at_zero: tl.float64,
-    VECTOR: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Partial sum of a program's rows, which fit in a tile: norms, factors and sum in one read."""
-    dtype: tl.constexpr = factors.dtype.element_ty
-    columns, row_stride = column_vectors * VECTOR, row_vectors * VECTOR
-    program = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK_D)
-    total = tl.zeros([BLOCK_B, BLOCK_D], dtype)
-    for tile in range(tiles_per_program):
-        row = (program * tiles_per_program + tile) * BLOCK_B + tl.arange(0, BLOCK_B)
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
-        x = tl.load(grads + row[:, None] * row_stride + column[None, :], mask=inside, other=0.0)
-        wide = x.to(tl.float64)
-        squares = tl.sum(wide * wide, 1)
-        factor = _factor(squares, max_norm, gamma, cap, at_zero, dtype)
-        tl.store(sq_norms + row, squares, mask=row < rows)
-        tl.store(factors + row, factor, mask=row < rows)
-        total += tl.where(factor[:, None] != 0, x.to(dtype), 0.0) * factor[:, None]
-    out = partial_sums + program * columns + column
-    tl.store(out, tl.sum(total, 0), mask=column < columns)
-
-
-@triton.jit(
-    do_not_specialize=["rows", "column_vectors", "row_vectors", "splits", "blocks_per_split"]
-)
-def _sq_norms_kernel(
-    grads,
-    partial_norms,
-    rows: tl.int64,
-    column_vectors: tl.int64,
-    row_vectors: tl.int64,
-    splits: tl.int32,
-    blocks_per_split: tl.int64,
-    VECTOR: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """``partial_norms[s, b]``: sum of squares of row b over the columns of split s."""
-    # Splits vary fastest, so that the rows are finished, and left in L2, in order.
-    split = tl.program_id(0).to(tl.int64) % splits
-    row = (tl.program_id(0).to(tl.int64) // splits) * BLOCK_B + tl.arange(0, BLOCK_B)
-    columns, row_stride = column_vectors * VECTOR, row_vectors * VECTOR
-    first = split * blocks_per_split
-    last = tl.minimum(first + blocks_per_split, tl.cdiv(columns, BLOCK_D))
-    total = tl.zeros([BLOCK_B, BLOCK_D], tl.float64)
-    for block in range(first, last):
-        column = block * BLOCK_D + tl.arange(0, BLOCK_D)
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
-        x = tl.load(grads + row[:, None] * row_stride + column[None, :], mask=inside, other=0.0)
-        wide = x.to(tl.float64)
-        total += wide * wide
-    tl.store(partial_norms + split * rows + row, tl.sum(total, 1), mask=row < rows)
-
-
-@triton.jit(do_not_specialize=["rows", "column_vectors", "row_vectors", "splits", "rows_per_split"])
-def _weighted_sum_kernel(
-    grads,
-    factors,
-    partial_sums,
-    rows: tl.int64,
-    column_vectors: tl.int64,
-    row_vectors: tl.int64,
-    splits: tl.int32,
-    rows_per_split: tl.int64,
-    VECTOR: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """``partial_sums[s]``: weighted sum of the rows of split s, from the last to the first."""
-    dtype: tl.constexpr = factors.dtype.element_ty
-    columns, row_stride = column_vectors * VECTOR, row_vectors * VECTOR
-    column_blocks = tl.cdiv(columns, BLOCK_D)
-    program = tl.program_id(0).to(tl.int64)
-    split = splits - 1 - program // column_blocks
-    column = (program % column_blocks) * BLOCK_D + tl.arange(0, BLOCK_D)
-    first = split * rows_per_split
-    last = tl.minimum(first + rows_per_split, rows)
-    total = tl.zeros([BLOCK_B, BLOCK_D], dtype)
-    for done in range(0, last - first, BLOCK_B):
-        row = last - done - BLOCK_B + tl.arange(0, BLOCK_B)
-        factor = tl.load(factors + row, mask=row >= first, other=0.0)[:, None]
-        inside = (row >= first)[:, None] & (column < columns)[None, :]
-        x = tl.load(grads + row[:, None] * row_stride + column[None, :], mask=inside, other=0.0)
-        total += tl.where(factor != 0, x.to(dtype), 0.0) * factor
-    out = partial_sums + split * columns + column
-    tl.store(out, tl.sum(total, 0), mask=column < columns)
-
-
-@triton.jit(do_not_specialize=["rows", "columns"])
-def _add_rows_kernel(
-    out,
-    partials,
-    rows: tl.int64,
-    columns: tl.int64,
-    ACCUMULATE: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """``out[d] (+)= sum_p partials[p, d]``."""
-    column = tl.program_id(0).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
-    total = tl.zeros([BLOCK_P, BLOCK_D], partials.dtype.element_ty)
-    for start in range(0, rows, BLOCK_P):
-        row = start + tl.arange(0, BLOCK_P)
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
-        at = partials + row[:, None].to(tl.int64) * columns + column[None, :]
-        total += tl.load(at, mask=inside, other=0.0)
-    result = tl.sum(total, 0)
-    if ACCUMULATE:
-        result += tl.load(out + column, mask=column < columns)
-    tl.store(out + column, result, mask=column < columns)
 
 
 class _Tile(NamedTuple):
@@ -287,7 +129,7 @@ def _add_rows_(out: Tensor, partials: Tensor, accumulate: bool) -> None:
         return
     rows, columns = _FEW_PARTIALS if partials.shape[0] <= _FEW_PARTIALS[0] else _MANY_PARTIALS
     with torch.cuda.device_of(out):
-        _add_rows_kernel[(triton.cdiv(out.numel(), columns),)](
+        add_rows_kernel[(triton.cdiv(out.numel(), columns),)](
             out,
             partials,
             partials.shape[0],
@@ -314,7 +156,7 @@ def _partial_sq_norms(g: Tensor) -> Tensor:
     partials = g.new_empty((splits, batch), dtype=torch.float64)
     vector = _vector(g)
     with torch.cuda.device_of(g):
-        _sq_norms_kernel[(row_tiles * splits,)](
+        sq_norms_kernel[(row_tiles * splits,)](
             g,
             partials,
             batch,
@@ -358,7 +200,7 @@ def clip_factors(
         return factors
     for source, target, bound in zip(sq_norms.contiguous(), factors, max_norms, strict=True):
         with torch.cuda.device_of(sq_norms):
-            _factors_kernel[(triton.cdiv(batch, _FACTOR_BLOCK),)](
+            factors_kernel[(triton.cdiv(batch, _FACTOR_BLOCK),)](
                 source,
                 target,
                 batch,
@@ -393,7 +235,7 @@ def _partial_weighted_sums(g: Tensor, weights: Tensor) -> Tensor:
     partials = weights.new_empty((splits, columns))
     vector = _vector(g)
     with torch.cuda.device_of(g):
-        _weighted_sum_kernel[(column_blocks * splits,)](
+        weighted_sum_kernel[(column_blocks * splits,)](
             g,
             weights,
             partials,
@@ -457,7 +299,7 @@ def _clip_and_sum_fused_(
     vector = _vector(g)
     if programs:
         with torch.cuda.device_of(g):
-            _clip_and_sum_kernel[(programs,)](
+            clip_and_sum_kernel[(programs,)](
                 g,
                 partials,
                 sq_norms,
@@ -490,7 +332,7 @@ def ahead_of_time_cases() -> list[AheadOfTimeCase]:
     for name, size in (("fp32", 4), ("fp64", 8)):
         cases.append(
             AheadOfTimeCase(
-                kernel=_factors_kernel,
+                kernel=factors_kernel,
                 configuration=name,
                 signature={"sq_norms": "*fp64", "factors": f"*{name}", "n": "i64", **_BOUNDS},
                 constexprs={"BLOCK": _FACTOR_BLOCK},
@@ -501,7 +343,7 @@ def ahead_of_time_cases() -> list[AheadOfTimeCase]:
         pointers = {"out": f"*{name}", "partials": f"*{name}"}
         cases += [
             AheadOfTimeCase(
-                kernel=_add_rows_kernel,
+                kernel=add_rows_kernel,
                 configuration=f"{name} {rows}x{columns}{' accumulate' if accumulate else ''}",
                 signature={**pointers, "rows": "i64", "columns": "i64"},
                 constexprs={"ACCUMULATE": accumulate, "BLOCK_P": rows, "BLOCK_D": columns},
@@ -525,9 +367,9 @@ def _tiled_cases(dtype: torch.dtype) -> list[AheadOfTimeCase]:
     sums |= {"splits": "i32", "rows_per_split": "i64"}
     cases = []
     for kernel, signature, tiles in (
-        (_clip_and_sum_kernel, fused, _tiles(_WIDTHS, sum_dtype(dtype))),
-        (_sq_norms_kernel, norms, _tiles(_LONG_WIDTHS, torch.float64)),
-        (_weighted_sum_kernel, sums, _tiles(_LONG_WIDTHS, sum_dtype(dtype))),
+        (clip_and_sum_kernel, fused, _tiles(_WIDTHS, sum_dtype(dtype))),
+        (sq_norms_kernel, norms, _tiles(_LONG_WIDTHS, torch.float64)),
+        (weighted_sum_kernel, sums, _tiles(_LONG_WIDTHS, sum_dtype(dtype))),
     ):
         for tile in tiles:
             for vector in (16 // dtype.itemsize, 1):

@@ -61,8 +61,8 @@ def add_gaussian_noise_(
                 f"{op}: all of x must share dtype and device, got {tensors[0].dtype} on "
                 f"{tensors[0].device} and {tensor.dtype} on {tensor.device}"
             )
-    check_finite(op, "std", std, at_least=0.0, above=False)
-    check_finite(op, "scale", scale, at_least=-float("inf"), above=False)
+    check_finite(op, "std", std, at_least=0.0)
+    check_finite(op, "scale", scale)
     if not -(2**63) <= key < 2**64:
         raise ValueError(f"{op}: key must fit in 64 bits, got {key}; NoiseKey makes them")
     if counter < 0 or counter > 2**63 - 1 - len(tensors):

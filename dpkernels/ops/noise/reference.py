@@ -71,9 +71,7 @@ def _box_muller(w0: Tensor, w1: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     return radius * angle.cos(), radius * angle.sin()
 
 
-def add_gaussian_noise_(
-    xs: list[Tensor], std: float, key: int, counter: int, scale: float
-) -> None:
+def add_gaussian_noise_(xs: list[Tensor], std: float, key: int, counter: int, scale: float) -> None:
     """``x <- scale * (x + std * z)`` for every tensor; tensor i takes stream (key, counter + i)."""
     for index, x in enumerate(xs):
         z = standard_normals(x.numel(), key, counter + index, x.device, x.dtype)
