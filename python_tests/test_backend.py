@@ -219,6 +219,14 @@ def test_an_extension_that_does_not_load_is_an_error(without_extension: Path) ->
     assert "undefined symbol: _ZN2at4_ops5emptyE. Build it again for this torch" in said
 
 
+def test_an_extension_built_for_another_torch_is_an_error(without_extension: Path) -> None:
+    (without_extension / "dpkernels" / "_C.py").write_text(
+        "def build_config():\n    return {'torch': '1.13.1'}\n"
+    )
+    said = python("import dpkernels", without_extension)
+    assert "it was built for torch 1.13.1. Build it again for this torch" in said
+
+
 @pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
 def test_every_instruction_set_is_tested_here(isa: str) -> None:
     if backend.extension is None:

@@ -36,15 +36,14 @@ struct ClipRule {
   double gamma;
 };
 
-// Squares of doubles lose their precision below this (squares of floats never get there), so a
-// smaller squared norm counts as zero. Bounds are at least 1e-100: such a row is far below them.
-constexpr double kTinySqNorm = 1e-290;
+// Squares of doubles below 1e-154 are lost (squares of floats never get there). This covers all
+// that a row can lose, and is itself lost beside any other squared norm.
+constexpr double kLostSquares = 0x1p-1000;
 
-// The factor of one row, before rounding; 0 for a norm that is not finite.
+// The factor of one row with a finite norm, before rounding.
 inline double clip_factor(double sq_norm, double bound, bool normalise, double gamma) {
-  if (!std::isfinite(sq_norm)) return 0.0;
-  const double norm = std::sqrt(sq_norm);
-  if (normalise) return sq_norm >= kTinySqNorm ? bound / (norm + gamma) : 0.0;
+  const double norm = std::sqrt(sq_norm + kLostSquares);
+  if (normalise) return bound / (norm + gamma);
   return norm > bound ? bound / norm : 1.0;
 }
 
@@ -59,7 +58,8 @@ inline float round_factor_down(double factor) {
 // sq_norms: [batch], over all tensors, or [count, batch] if per_tensor.
 void row_sq_norms(const Rows& rows, bool per_tensor, double* sq_norms, const Executor& executor);
 
-// sq_norms and factors: [rule.bound_count, batch]; factors float, or double if `wide`.
+// sq_norms and factors: [rule.bound_count, batch]; factors float, or double if `wide`. A sample
+// with a norm that is not finite gets the factor zero under every bound.
 void clip_factors(const double* sq_norms, int64_t batch, const ClipRule& rule, bool wide,
                   void* factors);
 

@@ -1,5 +1,7 @@
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "clip/clip.h"
@@ -98,12 +100,17 @@ void for_each_piece(const Rows& rows, ColumnSpan span, Body&& body) {
 
 void store_factors(const ClipRule& rule, const double* sq_norms, int64_t batch, int64_t row,
                    int64_t count, bool wide, void* factors) {
-  for (int64_t s = 0; s < rule.bound_count; ++s) {
-    for (int64_t b = row; b < row + count; ++b) {
+  for (int64_t b = row; b < row + count; ++b) {
+    bool finite = true;
+    for (int64_t s = 0; s < rule.bound_count; ++s) {
+      finite = finite && std::isfinite(sq_norms[s * batch + b]);
+    }
+    for (int64_t s = 0; s < rule.bound_count; ++s) {
       const int64_t at = s * batch + b;
-      const double factor = clip_factor(sq_norms[at], rule.bounds[s], rule.normalise, rule.gamma);
+      const double factor =
+          finite ? clip_factor(sq_norms[at], rule.bounds[s], rule.normalise, rule.gamma) : 0.0;
       if (wide) {
-        static_cast<double*>(factors)[at] = factor;
+        static_cast<double*>(factors)[at] = std::min(factor, std::numeric_limits<double>::max());
       } else {
         static_cast<float*>(factors)[at] = round_factor_down(factor);
       }

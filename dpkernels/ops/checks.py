@@ -1,7 +1,7 @@
 """Argument checks that all operations share: memory to be written, numbers to be used.
 
-The memory checks look at addresses, which do not exist while ``torch.compile`` traces; there the
-compiled kernels' own checks hold.
+Addresses do not exist while ``torch.compile`` traces, so the checks that look at them are left to
+the compiled kernels there.
 """
 
 from __future__ import annotations
@@ -13,12 +13,17 @@ import torch
 from torch import Tensor
 
 
-def check_finite(op: str, name: str, value: float, *, at_least: float | None = None) -> None:
-    """Raise ValueError unless ``value`` is finite and, if given, >= ``at_least``."""
-    if math.isfinite(value) and (at_least is None or value >= at_least):
+def check_finite(
+    op: str, name: str, value: float, *, at_least: float | None = None, above: float | None = None
+) -> None:
+    """Raise ValueError unless ``value`` is finite, >= ``at_least`` and > ``above``, if given."""
+    low = at_least is not None and value < at_least
+    low = low or (above is not None and value <= above)
+    if math.isfinite(value) and not low:
         return
-    wanted = "a finite number" if at_least is None else f"a finite number >= {at_least:g}"
-    raise ValueError(f"{op}: {name} must be {wanted}, got {value}")
+    wanted = "" if at_least is None else f" >= {at_least:g}"
+    wanted += "" if above is None else f" > {above:g}"
+    raise ValueError(f"{op}: {name} must be a finite number{wanted}, got {value}")
 
 
 def check_writable(op: str, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
@@ -29,27 +34,37 @@ def check_writable(op: str, name: str, outputs: Sequence[Tensor], inputs: Sequen
                 f"{op}: {name} requires grad and is read-only here; pass {name}.detach(), or a "
                 "buffer that does not require grad"
             )
+    if torch.compiler.is_compiling():
+        return
+    for tensor in outputs:
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
             raise ValueError(
                 f"{op}: {name} is an inference tensor and is read-only here; allocate it outside "
                 "torch.inference_mode()"
             )
-    if torch.compiler.is_compiling():
-        return
-    spans = []
-    for tensor in outputs:
-        span = _span(tensor)
-        if tensor.nbytes > span[1] - span[0]:
+        if _may_overlap_itself(tensor):
             raise ValueError(
                 f"{op}: {name} of shape {list(tensor.shape)} has several elements at one address "
                 f"(strides {list(tensor.stride())}); pass a buffer of its own, e.g. {name}.clone()"
             )
-        spans.append((*span, True))
+    spans = [(*_span(tensor), True) for tensor in outputs]
     spans += [(*_span(tensor), False) for tensor in inputs]
     if _overlap(spans):
         raise ValueError(
             f"{op}: {name} shares memory with an input or with itself; pass buffers of their own"
         )
+
+
+def _may_overlap_itself(tensor: Tensor) -> bool:
+    """Return whether two elements may share an address: a dimension steps inside a smaller one."""
+    if tensor.is_contiguous():
+        return False
+    reached = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reached:
+            return True
+        reached += (size - 1) * stride
+    return False
 
 
 def _overlap(spans: list[tuple[int, int, bool]]) -> bool:

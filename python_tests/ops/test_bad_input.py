@@ -70,7 +70,7 @@ SQ_NORMS = torch.ones(3, dtype=torch.float64)
         *((bound, "automatic", "max_norm must be a finite number > 0") for bound in (NAN, INF)),
         ([1.0, -1.0], "per_layer", "max_norm must be a finite number > 0, got -1"),
         ([1.0, NAN], "per_layer", "max_norm must be a finite number > 0, got nan"),
-        (1.0, "per_layer", "max_norm must be a sequence with one bound for each tensor"),
+        (1.0, "per_layer", "max_norm must be a list with one bound for each tensor"),
         ([1.0, 1.0, 1.0], "per_layer", "max_norm has 3 bounds for 2 tensors; pass one for each"),
         ([], "per_layer", "max_norm has 0 bounds for 2 tensors"),
         ([1.0, 1.0], "flat", "max_norm must be one number for mode 'flat', got 2.*per_layer"),

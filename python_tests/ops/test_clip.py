@@ -280,3 +280,12 @@ def test_more_than_2_to_the_31_elements(cpp: str) -> None:
     wanted = {0: 1.0, 1024: 4.0, batch - 1: 25.0}
     assert {int(i): result.sq_norms[i].item() for i in result.sq_norms.nonzero()} == wanted
     assert_as_accurate(result.sum, exact.float(), exact)
+
+
+@pytest.mark.parametrize(
+    "bound", [2, np.float32(2), torch.tensor(2.0)], ids=["int", "numpy", "0-d"]
+)
+def test_a_bound_may_be_any_number(backend: str, bound: object) -> None:
+    grads = cases.gradients(5, 9, torch.float32)
+    wanted = clip.clip_and_sum(grads, 2.0)
+    assert torch.equal(clip.clip_and_sum(grads, bound).sum, wanted.sum)

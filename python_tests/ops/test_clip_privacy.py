@@ -270,10 +270,15 @@ def test_a_non_finite_sample_contributes_zero_and_is_counted(
         assert result.factors[row] == 0
         for total, g in zip(result.sum, without, strict=True):
             cases.assert_sum(total, g, result.factors)
+    # A NaN in one layer drops the sample from all of them.
     layers = clip.clip_and_sum(poisoned, [1.0, 1.0], "per_layer")
-    assert layers.nonfinite().tolist() == [1, 0]
-    cases.assert_sum(layers.sum[0], without[0], layers.factors[0])
-    cases.assert_sum(layers.sum[1], poisoned[1], layers.factors[1])
+    assert layers.nonfinite().item() == 1
+    assert layers.factors[:, row].tolist() == [0, 0]
+    sq_norms = clip.row_sq_norms(poisoned, per_tensor=True)
+    alone = clip.clip_factors(sq_norms, [1.0, 1.0], "per_layer", dtype=layers.factors.dtype)
+    assert torch.equal(alone, layers.factors)
+    for layer in (0, 1):
+        cases.assert_sum(layers.sum[layer], without[layer], layers.factors[layer])
 
 
 @pytest.mark.parametrize("bad", BAD)

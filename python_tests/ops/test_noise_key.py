@@ -50,7 +50,7 @@ def test_torch_s_seed_does_not_reach_the_keys() -> None:
 
 
 def test_a_seed_warns_is_recorded_and_reproduces() -> None:
-    with pytest.warns(UserWarning, match=r"from_seed\(3\).*subtracted.*NoiseKey\(\)"):
+    with pytest.warns(UserWarning, match=r"seed 3.*subtract.*NoiseKey\(\)"):
         first = NoiseKey.from_seed(3)
     with pytest.warns(UserWarning, match="fixed seed"):
         second = NoiseKey.from_seed(3)
@@ -98,7 +98,8 @@ def test_a_negative_count_is_refused(seeded: NoiseKey, method: str) -> None:
 
 
 def test_used_up_counters_are_not_used_again(seeded: NoiseKey) -> None:
-    seeded.load_state_dict({**seeded.state_dict(), "counter": 2**63 - 2})
+    with pytest.warns(UserWarning, match="fixed seed 7"):
+        seeded.load_state_dict({**seeded.state_dict(), "counter": 2**63 - 2})
     with pytest.raises(RuntimeError, match=r"all counters are used; make a new NoiseKey\(\)"):
         seeded.reserve(3)
     assert seeded.reserve(2) == 2**63 - 2
@@ -148,8 +149,7 @@ def test_a_seeded_run_goes_on_where_it_was_saved(seeded: NoiseKey) -> None:
     wanted = [drawn(seeded), drawn(seeded)]
     child = seeded.spawn(1)[0]
     resumed = NoiseKey()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with pytest.warns(UserWarning, match="fixed seed 7"):
         resumed.load_state_dict(state)
     assert state["counter"] == 1 and state["spawned"] == 2
     assert resumed.seed == 7
@@ -164,6 +164,14 @@ def test_a_state_without_the_counter_is_refused(seeded: NoiseKey, lost: str) -> 
     del state[lost]
     with pytest.raises(ValueError, match=rf"state lacks {lost}; pass what state_dict\(\)"):
         seeded.load_state_dict(state)
+    assert seeded.counter == 5
+
+
+@pytest.mark.parametrize("counter", [-1, 2**63 + 1, 5.0, None])
+def test_a_state_with_an_impossible_counter_is_refused(seeded: NoiseKey, counter: object) -> None:
+    seeded.reserve(5)
+    with pytest.raises(ValueError, match=r"counter must be an int in \[0, 2\^63\], got"):
+        seeded.load_state_dict({**seeded.state_dict(), "counter": counter})
     assert seeded.counter == 5
 
 

@@ -8,7 +8,7 @@ import torch
 from dpkernels.ops.clip import reference, triton_impl
 from python_tests.tolerance import assert_as_accurate
 
-WIDEST = triton_impl._WIDTHS[-1]
+WIDEST = triton_impl._WIDTHS[torch.float32][-1]
 ALONG = triton_impl._LONG_WIDTHS[-1]
 
 
@@ -34,7 +34,7 @@ def compare(grads, max_norms, *, accumulate=False, normalise=False):
 
 
 def tiles():
-    return triton_impl._tiles(triton_impl._WIDTHS, torch.float32)
+    return triton_impl._tiles(triton_impl._WIDTHS[torch.float32], torch.float32)
 
 
 @pytest.mark.parametrize("tile", [tiles()[0], tiles()[1], tiles()[2]], ids=str)

@@ -26,9 +26,8 @@ from dpkernels.ops.checks import check_finite, check_writable
 from dpkernels.ops.clip import reference
 
 Mode = Literal["flat", "automatic", "per_layer"]
+Bound = float | list[float] | tuple[float, ...]
 MODES: tuple[Mode, ...] = ("flat", "automatic", "per_layer")
-# Far above where squares of float64 gradients underflow: see TINY_SQ_NORM.
-SMALLEST_BOUND = 1e-100
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 
@@ -45,11 +44,12 @@ class ClippedSum(NamedTuple):
     factors: Tensor
 
     def nonfinite(self) -> Tensor:
-        """Return how many samples (per layer, for ``per_layer``) were dropped as non-finite."""
-        return (~self.sq_norms.isfinite()).sum(-1)
+        """Return how many samples were dropped because they held a NaN or an infinity."""
+        dropped = ~self.sq_norms.isfinite()
+        return (dropped if dropped.dim() == 1 else dropped.any(0)).sum()
 
 
-def sensitivity(max_norm: float | Sequence[float], mode: Mode = "flat") -> float:
+def sensitivity(max_norm: Bound, mode: Mode = "flat") -> float:
     """L2 sensitivity of the clipped sum when one sample is added or removed.
 
     C for ``flat`` and ``automatic``; the root of the sum of squared bounds for ``per_layer``.
@@ -74,16 +74,18 @@ def row_sq_norms(grads: Tensor | Sequence[Tensor], *, per_tensor: bool = False) 
 
 def clip_factors(
     sq_norms: Tensor,
-    max_norm: float | Sequence[float],
+    max_norm: Bound,
     mode: Mode = "flat",
     *,
     gamma: float = 0.01,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Clip factors from squared norms, rounded towards zero, 0 where the norm is not finite.
+    """Clip factors from squared norms, rounded towards zero.
+
+    A sample with a norm that is not finite, in any layer, gets the factor 0 in all of them.
 
     sq_norms: float64 ``[B]``, or ``[L, B]`` for ``per_layer``.
-    max_norm: the bound C >= 1e-100; for ``per_layer`` a sequence of L bounds.
+    max_norm: the bound C > 0; for ``per_layer`` a list of L bounds.
     mode: ``flat`` and ``per_layer``: ``min(1, C / norm)``; ``automatic``: ``C / (norm + gamma)``
         (Bu et al. 2023, AUTO-S), which brings every sample to a norm just below C.
     gamma: >= 0, used by ``automatic`` only.
@@ -127,12 +129,13 @@ def weighted_row_sum(
     """
     op = "weighted_row_sum"
     tensors = _gradients(op, grads)
-    wanted = reference.sum_dtype(tensors[0].dtype)
+    wanted, device = reference.sum_dtype(tensors[0].dtype), tensors[0].device
     batch = tensors[0].shape[0]
-    if factors.dtype != wanted or list(factors.shape) not in ([batch], [len(tensors), batch]):
+    shapes = ([batch], [len(tensors), batch])
+    if factors.dtype != wanted or factors.device != device or list(factors.shape) not in shapes:
         raise ValueError(
-            f"{op}: factors must be [{batch}] or [{len(tensors)}, {batch}] {wanted}, got "
-            f"{_describe(factors)}"
+            f"{op}: factors must be [{batch}] or [{len(tensors)}, {batch}] {wanted} on {device}, "
+            f"got {_describe(factors)}"
         )
     buffers = _outputs(op, out, grads, tensors, accumulate, [factors])
     run = backend.select(_weighted_row_sum, tensors[0].device, tensors[0].dtype)
@@ -142,7 +145,7 @@ def weighted_row_sum(
 
 def clip_and_sum(
     grads: Tensor | Sequence[Tensor],
-    max_norm: float | Sequence[float],
+    max_norm: Bound,
     mode: Mode = "flat",
     *,
     gamma: float = 0.01,
@@ -197,15 +200,13 @@ def _gradients(op: str, grads: Tensor | Sequence[Tensor]) -> list[Tensor]:
     return [g.detach() for g in tensors]
 
 
-def _bounds(
-    op: str, max_norm: float | Sequence[float], mode: Mode, layers: int | None
-) -> list[float]:
+def _bounds(op: str, max_norm: Bound, mode: Mode, layers: int | None) -> list[float]:
     if mode not in MODES:
         raise ValueError(f"{op}: no mode {mode!r}; there are {', '.join(MODES)}")
-    if isinstance(max_norm, int | float):
+    if not isinstance(max_norm, list | tuple):
         if mode == "per_layer":
             raise ValueError(
-                f"{op}: max_norm must be a sequence with one bound for each tensor for mode "
+                f"{op}: max_norm must be a list with one bound for each tensor for mode "
                 f"'per_layer', got the number {max_norm}"
             )
         bounds = [float(max_norm)]
@@ -221,7 +222,7 @@ def _bounds(
                 f"{op}: max_norm has {len(bounds)} bounds for {layers} tensors; pass one for each"
             )
     for bound in bounds:
-        check_finite(op, "max_norm", bound, at_least=SMALLEST_BOUND)
+        check_finite(op, "max_norm", bound, above=0.0)
     return bounds
 
 

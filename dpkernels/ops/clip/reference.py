@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Squares of float64 numbers lose their precision below this (squares of float32 numbers never get
-# there), so a smaller squared norm counts as zero: nothing to normalise.
-TINY_SQ_NORM = 1e-290
+# Squares of float64 numbers below 1e-154 are lost (squares of float32 numbers never get there).
+# This covers all that a row can lose, and is itself lost beside any other squared norm.
+LOST_SQUARES = 2.0**-1000
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -32,16 +32,17 @@ def clip_factors(
 ) -> Tensor:
     """Clip factors ``[L, B]`` from squared norms ``[L, B]``, rounded towards zero.
 
-    ``min(1, C / norm)``, or ``C / (norm + gamma)`` if ``normalise``; 0 for a non-finite norm.
-    Rounding towards zero keeps ``factor * norm <= C``.
+    ``min(1, C / norm)``, or ``C / (norm + gamma)`` if ``normalise``; 0 in all layers for a sample
+    with a norm that is not finite. Rounding towards zero keeps ``factor * norm <= C``.
     """
     bounds = sq_norms.new_tensor(max_norms, dtype=torch.float64).unsqueeze(1)
-    norms = sq_norms.sqrt()
+    norms = (sq_norms + LOST_SQUARES).sqrt()
     if normalise:
-        exact = torch.where(sq_norms >= TINY_SQ_NORM, bounds / (norms + gamma), 0.0)
+        exact = bounds / (norms + gamma)
     else:
         exact = torch.where(norms > bounds, bounds / norms, 1.0)
-    exact = torch.where(sq_norms.isfinite(), exact, 0.0).clamp(max=torch.finfo(dtype).max)
+    finite = sq_norms.isfinite().all(0)
+    exact = torch.where(finite, exact, 0.0).clamp(max=torch.finfo(dtype).max)
     rounded = exact.to(dtype)
     below = torch.nextafter(rounded, torch.zeros_like(rounded))
     return torch.where(rounded.double() > exact, below, rounded)

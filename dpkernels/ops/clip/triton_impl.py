@@ -49,8 +49,12 @@ _MAX_TILE_ROWS = 8
 _WARPS_PER_SM = 16
 # Columns of a tile that holds whole rows. The widest is one float32 row on 16 warps: more threads
 # would leave too few registers for tile and sum. Every width costs a compilation, so the short
-# ones, which are bound by launches rather than by memory, are further apart.
-_WIDTHS = (128, 512, 2048, 4096, 8192, 16384)
+# ones, which are bound by launches rather than by memory, are further apart. float64 has no 4096:
+# it spills on sm_90 (static report).
+_WIDTHS = {
+    torch.float32: (128, 512, 2048, 4096, 8192, 16384),
+    torch.float64: (128, 512, 2048, 8192),
+}
 # Columns of a tile that goes along the rows: 4 KB of neighbouring float32.
 _LONG_WIDTHS = (128, 1024)
 # Tiles for adding up partial sums. Many partials mean short rows: few columns to share out, so the
@@ -87,7 +91,7 @@ def _tiles(widths: tuple[int, ...], dtype: torch.dtype) -> list[_Tile]:
 
 def _tile_of_whole_rows(columns: int, dtype: torch.dtype) -> _Tile | None:
     """Return the narrowest tile that holds rows of ``columns``, or None if none does."""
-    return next((tile for tile in _tiles(_WIDTHS, dtype) if columns <= tile.columns), None)
+    return next((tile for tile in _tiles(_WIDTHS[dtype], dtype) if columns <= tile.columns), None)
 
 
 def _tile_along_rows(columns: int, dtype: torch.dtype) -> _Tile:
@@ -183,11 +187,9 @@ def row_sq_norms(grads: list[Tensor], per_tensor: bool) -> Tensor:
 
 def _factor_arguments(
     max_norm: float, normalise: bool, gamma: float, dtype: torch.dtype
-) -> tuple[float, float, float, float]:
-    """Return ``max_norm, gamma, cap, at_zero`` as the kernels take them."""
-    if normalise:
-        return max_norm, gamma, torch.finfo(dtype).max, 0.0
-    return max_norm, 0.0, 1.0, 1.0
+) -> tuple[float, float, float]:
+    """Return ``max_norm, gamma, cap`` as the kernels take them."""
+    return (max_norm, gamma, torch.finfo(dtype).max) if normalise else (max_norm, 0.0, 1.0)
 
 
 def clip_factors(
@@ -209,6 +211,8 @@ def clip_factors(
                 num_warps=_TILE_WARPS,
                 **COMPILE_OPTIONS,
             )
+    if len(max_norms) > 1:
+        factors.masked_fill_(~sq_norms.isfinite().all(0), 0.0)
     return factors
 
 
@@ -264,15 +268,14 @@ def clip_and_sum_(
     them one by one.
     """
     grads = _with_columns_adjacent(grads)
-    tiles = [_tile_of_whole_rows(g.shape[1], sum_dtype(g.dtype)) for g in grads]
-    if len(max_norms) == len(grads) and None not in tiles:
-        results = [
-            _clip_and_sum_fused_(target, g, tile, bound, normalise, gamma, accumulate)
-            for target, g, tile, bound in zip(out, grads, tiles, max_norms, strict=True)
-            if tile is not None
-        ]
-        sq_norms, factors = (torch.stack(rows) for rows in zip(*results, strict=True))
-        return sq_norms, factors
+    tile = _tile_of_whole_rows(grads[0].shape[1], out[0].dtype)
+    # Of several tensors all norms must be known before any row is added: a NaN in one of them drops
+    # the sample from all.
+    if len(grads) == 1 and tile is not None:
+        sq_norms, factors = _clip_and_sum_fused_(
+            out[0], grads[0], tile, max_norms[0], normalise, gamma, accumulate
+        )
+        return sq_norms.unsqueeze(0), factors.unsqueeze(0)
     sq_norms = row_sq_norms(grads, len(max_norms) > 1).reshape(len(max_norms), -1)
     factors = clip_factors(sq_norms, max_norms, normalise, gamma, sum_dtype(grads[0].dtype))
     weighted_row_sum_(out, grads, factors, accumulate)
@@ -322,7 +325,7 @@ _TRITON_NAMES = {
     torch.float32: "fp32",
     torch.float64: "fp64",
 }
-_BOUNDS = dict.fromkeys(("max_norm", "gamma", "cap", "at_zero"), "fp64")
+_BOUNDS = dict.fromkeys(("max_norm", "gamma", "cap"), "fp64")
 _SHAPE = dict.fromkeys(("rows", "column_vectors", "row_vectors"), "i64")
 
 
@@ -367,7 +370,7 @@ def _tiled_cases(dtype: torch.dtype) -> list[AheadOfTimeCase]:
     sums |= {"splits": "i32", "rows_per_split": "i64"}
     cases = []
     for kernel, signature, tiles in (
-        (clip_and_sum_kernel, fused, _tiles(_WIDTHS, sum_dtype(dtype))),
+        (clip_and_sum_kernel, fused, _tiles(_WIDTHS[sum_dtype(dtype)], sum_dtype(dtype))),
         (sq_norms_kernel, norms, _tiles(_LONG_WIDTHS, torch.float64)),
         (weighted_sum_kernel, sums, _tiles(_LONG_WIDTHS, sum_dtype(dtype))),
     ):

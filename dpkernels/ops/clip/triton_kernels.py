@@ -9,21 +9,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dpkernels.ops.clip.reference import TINY_SQ_NORM
+from dpkernels.ops.clip.reference import LOST_SQUARES
 
-_TINY = tl.constexpr(TINY_SQ_NORM)
+_LOST_SQUARES = tl.constexpr(LOST_SQUARES)
 
 
 @triton.jit
-def _factor(sq_norms, max_norm, gamma, cap, at_zero, DTYPE: tl.constexpr):
+def _factor(sq_norms, max_norm, gamma, cap, DTYPE: tl.constexpr):
     """``min(cap, C / (norm + gamma))`` in DTYPE, rounded towards zero; 0 for a non-finite norm.
 
     cap is 1 and gamma 0 for clipping; a cap of the largest number of DTYPE normalises.
     """
-    positive = sq_norms >= _TINY
-    exact = tl.where(
-        positive, max_norm / (tl.sqrt(tl.where(positive, sq_norms, 1.0)) + gamma), at_zero
-    )
+    exact = max_norm / (tl.sqrt(sq_norms + _LOST_SQUARES) + gamma)
     exact = tl.where(exact < cap, exact, cap)
     # False for NaN, too.
     exact = tl.where(sq_norms < float("inf"), exact, 0.0)
@@ -45,13 +42,12 @@ def factors_kernel(
     max_norm: tl.float64,
     gamma: tl.float64,
     cap: tl.float64,
-    at_zero: tl.float64,
     BLOCK: tl.constexpr,
 ):
     """Clip factors of n squared norms under one bound."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(sq_norms + index, mask=index < n, other=0.0)
-    result = _factor(values, max_norm, gamma, cap, at_zero, factors.dtype.element_ty)
+    result = _factor(values, max_norm, gamma, cap, factors.dtype.element_ty)
     tl.store(factors + index, result, mask=index < n)
 
 
@@ -71,7 +67,6 @@ def clip_and_sum_kernel(
     max_norm: tl.float64,
     gamma: tl.float64,
     cap: tl.float64,
-    at_zero: tl.float64,
     VECTOR: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -88,7 +83,7 @@ def clip_and_sum_kernel(
         x = tl.load(grads + row[:, None] * row_stride + column[None, :], mask=inside, other=0.0)
         wide = x.to(tl.float64)
         squares = tl.sum(wide * wide, 1)
-        factor = _factor(squares, max_norm, gamma, cap, at_zero, dtype)
+        factor = _factor(squares, max_norm, gamma, cap, dtype)
         tl.store(sq_norms + row, squares, mask=row < rows)
         tl.store(factors + row, factor, mask=row < rows)
         total += tl.where(factor[:, None] != 0, x.to(dtype), 0.0) * factor[:, None]

@@ -65,7 +65,7 @@ def add_gaussian_noise_(
     check_finite(op, "scale", scale)
     if not -(2**63) <= key < 2**64:
         raise ValueError(f"{op}: key must fit in 64 bits, got {key}; NoiseKey makes them")
-    if counter < 0 or counter > 2**63 - 1 - len(tensors):
+    if counter < 0 or counter > 2**63 - max(1, len(tensors)):
         raise ValueError(f"{op}: counter must be in [0, 2^63), got {counter}; NoiseKey makes them")
     check_writable(op, "x", tensors, [])
     if not tensors:

@@ -34,11 +34,7 @@ class NoiseKey:
     @classmethod
     def from_seed(cls, seed: int) -> NoiseKey:
         """Return the reproducible key of ``seed``, with a warning: it protects nobody."""
-        warnings.warn(
-            f"NoiseKey.from_seed({seed}): noise from a fixed seed can be subtracted by anyone who "
-            "knows the seed; use NoiseKey() for private data",
-            stacklevel=2,
-        )
+        _warn_of_seed(seed)
         self = cls.__new__(cls)
         self._set(_derive(seed, 0), 0, seed=seed)
         return self
@@ -125,11 +121,17 @@ class NoiseKey:
                 f"NoiseKey.load_state_dict: state lacks {', '.join(sorted(missing))}; pass what "
                 "state_dict() returned"
             )
+        counter = state["counter"]
+        if not isinstance(counter, int) or not 0 <= counter <= _COUNTERS:
+            raise ValueError(
+                f"NoiseKey.load_state_dict: counter must be an int in [0, 2^63], got {counter!r}"
+            )
         if state["seed"] is None:
             key, start = _from_os_entropy()
             self._set(key, start, seed=None)
         else:
-            self._set(state["key"], state["counter"], seed=state["seed"])
+            _warn_of_seed(state["seed"])
+            self._set(state["key"], counter, seed=state["seed"])
             self._spawned = state["spawned"]
 
     def _check_process(self, method: str) -> None:
@@ -148,6 +150,14 @@ class NoiseKey:
     def __repr__(self) -> str:
         source = "operating system" if self._seed is None else f"seed {self._seed}"
         return f"NoiseKey({source}, counter {self._counter})"
+
+
+def _warn_of_seed(seed: int) -> None:
+    warnings.warn(
+        f"NoiseKey with the fixed seed {seed}: whoever knows it can subtract the noise; use "
+        "NoiseKey() for private data",
+        stacklevel=3,
+    )
 
 
 def _from_os_entropy() -> tuple[int, int]:

@@ -51,7 +51,8 @@ def standard_normals(
 ) -> Tensor:
     """Elements 0 to n-1 of the stream (key, counter): ``[n]`` of ``dtype``.
 
-    With dtype float64 these are the exact values that every backend approximates.
+    With dtype float64 these are the exact values, which every backend approximates in float32:
+    the compiled kernels widen float32 normals for float64 tensors.
     """
     tiles = -(-n // ELEMENTS_PER_TILE)
     blocks = torch.arange(tiles * BLOCKS_PER_TILE, dtype=torch.int64, device=device)
