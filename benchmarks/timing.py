@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,16 +55,15 @@ class Budget:
 def interleave(calls: Sequence[Call], rounds: int, device: torch.device) -> list[list[float]]:
     """Call each of ``calls`` once in every round; return the milliseconds of every call.
 
-    The order is rotated by one from round to round, so that no call always follows the same one
-    (and finds the caches as that one leaves them). Results are dropped inside the timed region:
+    The order is shuffled anew in every round, so that no call always follows the same one and finds
+    the caches and threads as that one leaves them. Results are dropped inside the timed region:
     freeing what a form allocates is part of its cost.
     """
     milliseconds: list[list[float]] = [[] for _ in calls]
     time_one = _time_on_cuda if device.type == "cuda" else _time_on_cpu
     with _no_garbage_collection():
-        for first in range(rounds):
-            for step in range(len(calls)):
-                index = (first + step) % len(calls)
+        for _ in range(rounds):
+            for index in random.sample(range(len(calls)), len(calls)):
                 milliseconds[index].append(time_one(calls[index]))
     return milliseconds
 

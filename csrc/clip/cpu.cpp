@@ -32,11 +32,22 @@ constexpr int64_t kPrivateSumBytes = 256 << 10;
 constexpr int64_t kGroupBytesPrivate = 160 << 10;
 constexpr int64_t kGroupBytesShared = 8 << 20;
 
+// How far ahead of the norms memory is asked for, in elements. The prefetchers have hardly caught
+// up with a short row when it ends, so there it is the next group. Measured from memory: 4096 x
+// 1,000 takes 0.90 ms with the next group, 1.00 without, 1.05 with 256; 1024 x 20,000 3.8, 3.8
+// and 3.6 ms; 256 x 200,000 10.9, 9.9 and 9.3 ms.
+constexpr int64_t kShortRow = 2048;
+constexpr int64_t kAhead = 256;
+
+int64_t ahead_of(const RowTensor& tensor, int64_t group) {
+  return tensor.cols < kShortRow ? group * tensor.row_stride : kAhead;
+}
+
 // The inner loops for a dtype on the instruction set in use.
 struct Kernels {
   double (*sq_norm)(const void* row, int64_t n);
   void (*add_rows)(void* sum, const void* const* rows, const void* factors, int count, int64_t n,
-                   bool overwrite, const void* const* next, double* sq_norms);
+                   bool overwrite, const void* const* next, int64_t ahead, double* sq_norms);
   int64_t element_bytes;
   int64_t sum_bytes;
 };
@@ -141,7 +152,7 @@ class RowAdder {
       if (take(l, r, begin, filled, addresses, weights)) ++filled;
       if (filled == kMaxRows || (r + 1 == now.row + now.count && filled > 0)) {
         kernels.add_rows(sum + begin * kernels.sum_bytes, addresses, weights, filled, end - begin,
-                         overwrite, nullptr, nullptr);
+                         overwrite, nullptr, 0, nullptr);
         overwrite = false;
         filled = 0;
       }
@@ -166,7 +177,7 @@ class RowAdder {
     }
     if (filled == next.count && (filled == 1 || filled == 2 || filled == 4)) {
       kernels.add_rows(sum + begin * kernels.sum_bytes, addresses, weights, filled, end - begin,
-                       overwrite, next_addresses, sq_norms);
+                       overwrite, next_addresses, ahead_of(rows_.tensors[l], next.count), sq_norms);
       return;
     }
     if (now.count > 0) add(sum, l, begin, end, now, overwrite);

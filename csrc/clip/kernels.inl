@@ -40,25 +40,46 @@ double sq_norm(const void* data, int64_t n) {
   return sum_of_lanes(sums[0]) + rest_sq_norm(x, j, n);
 }
 
-DPK_INLINE vf load_sum(const float* p) { return load_as<vf>(p); }
-DPK_INLINE vd load_sum(const double* p) { return load_as<vd>(p); }
 DPK_INLINE vf load_row(const float* p) { return load_float(p); }
 DPK_INLINE vf load_row(const BFloat16* p) { return load_float(p); }
 DPK_INLINE vf load_row(const Float16* p) { return load_float(p); }
 DPK_INLINE vd load_row(const double* p) { return load_as<vd>(p); }
 
+// kVectors vectors at column j of what add_exactly does.
+template <int kVectors, bool kMeasure, class T, class Sum, class V, int kRows, int kChains>
+DPK_INLINE void add_step(Sum* sum, const T* const (&rows)[kRows], const V (&weights)[kRows],
+                         bool overwrite, const T* const (&next)[kRows], int64_t j, int64_t ahead,
+                         vd (&norms)[kRows][kChains]) {
+  constexpr int kStep = sizeof(V) / sizeof(Sum);
+  for (int v = 0; v < kVectors; ++v) {
+    const int64_t at = j + v * kStep;
+    V total = weights[0] * load_row(rows[0] + at);
+    for (int r = 1; r < kRows; ++r) total += weights[r] * load_row(rows[r] + at);
+    if (!overwrite) total += load_as<V>(sum + at);
+    store(sum + at, total);
+  }
+  if constexpr (kMeasure) {
+    for (int r = 0; r < kRows; ++r) {
+      __builtin_prefetch(next[r] + j + ahead);
+      for (int k = 0; k < kVectors * kStep / (kLanes / 2); ++k) {
+        const vd v = load_double(next[r] + j + k * (kLanes / 2));
+        norms[r][k % kChains] += v * v;
+      }
+    }
+  }
+}
+
 // sum[j] (+)= sum over kRows rows of factor * row[j]. If kMeasure, also sq_norms[r] += the squared
 // norm of next[r]: the rows are in the cache, the next ones come from memory, and the arithmetic of
-// both hides behind the memory's time.
+// both hides behind the memory's time. What lies `ahead` of the next elements is asked for already.
 template <class T, int kRows, bool kMeasure>
 DPK_INLINE void add_exactly(typename SumOf<T>::type* sum, const T* const* row_list,
                             const typename SumOf<T>::type* factors, int64_t n, bool overwrite,
-                            const T* const* next_list, double* sq_norms) {
+                            const T* const* next_list, int64_t ahead, double* sq_norms) {
   using V = decltype(load_row(row_list[0]));
   constexpr int kStep = sizeof(V) / sizeof(factors[0]);
-  constexpr int kPieces = 2 * kStep / (kLanes / 2);
-  // Eight accumulators in all, as many as the registers hold beside the factors.
-  constexpr int kChains = kRows >= 4 ? 2 : kPieces;
+  // Chains of additions for each row; four times two fill the registers beside the factors.
+  constexpr int kChains = kRows >= 4 ? 2 : 4;
   // Copies of the addresses: those in the lists might change with every store, for all the compiler
   // knows.
   const T* rows[kRows];
@@ -73,25 +94,10 @@ DPK_INLINE void add_exactly(typename SumOf<T>::type* sum, const T* const* row_li
   }
   int64_t j = 0;
   for (; j + 2 * kStep <= n; j += 2 * kStep) {
-    V a = weights[0] * load_row(rows[0] + j), b = weights[0] * load_row(rows[0] + j + kStep);
-    for (int r = 1; r < kRows; ++r) {
-      a += weights[r] * load_row(rows[r] + j);
-      b += weights[r] * load_row(rows[r] + j + kStep);
-    }
-    if (!overwrite) {
-      a += load_sum(sum + j);
-      b += load_sum(sum + j + kStep);
-    }
-    store(sum + j, a);
-    store(sum + j + kStep, b);
-    if constexpr (kMeasure) {
-      for (int r = 0; r < kRows; ++r) {
-        for (int k = 0; k < kPieces; ++k) {
-          const vd v = load_double(next[r] + j + k * (kLanes / 2));
-          norms[r][k % kChains] += v * v;
-        }
-      }
-    }
+    add_step<2, kMeasure>(sum, rows, weights, overwrite, next, j, ahead, norms);
+  }
+  for (; j + kStep <= n; j += kStep) {
+    add_step<1, kMeasure>(sum, rows, weights, overwrite, next, j, ahead, norms);
   }
   if constexpr (kMeasure) {
     for (int r = 0; r < kRows; ++r) {
@@ -111,7 +117,7 @@ DPK_INLINE void add_exactly(typename SumOf<T>::type* sum, const T* const* row_li
 // streams; with four and four, everything that is kept stays in registers.
 template <class T>
 void add_rows(void* sum, const void* const* rows, const void* factors, int count, int64_t n,
-              bool overwrite, const void* const* next, double* sq_norms) {
+              bool overwrite, const void* const* next, int64_t ahead, double* sq_norms) {
   using Sum = typename SumOf<T>::type;
   Sum* s = static_cast<Sum*>(sum);
   const T* const* r = reinterpret_cast<const T* const*>(rows);
@@ -120,30 +126,30 @@ void add_rows(void* sum, const void* const* rows, const void* factors, int count
   if (next != nullptr) {
     switch (count) {
       case 1:
-        return add_exactly<T, 1, true>(s, r, f, n, overwrite, m, sq_norms);
+        return add_exactly<T, 1, true>(s, r, f, n, overwrite, m, ahead, sq_norms);
       case 2:
-        return add_exactly<T, 2, true>(s, r, f, n, overwrite, m, sq_norms);
+        return add_exactly<T, 2, true>(s, r, f, n, overwrite, m, ahead, sq_norms);
       case 4:
-        return add_exactly<T, 4, true>(s, r, f, n, overwrite, m, sq_norms);
+        return add_exactly<T, 4, true>(s, r, f, n, overwrite, m, ahead, sq_norms);
     }
     return;
   }
   switch (count) {
     case 1:
-      return add_exactly<T, 1, false>(s, r, f, n, overwrite, m, sq_norms);
+      return add_exactly<T, 1, false>(s, r, f, n, overwrite, m, ahead, sq_norms);
     case 2:
-      return add_exactly<T, 2, false>(s, r, f, n, overwrite, m, sq_norms);
+      return add_exactly<T, 2, false>(s, r, f, n, overwrite, m, ahead, sq_norms);
     case 3:
-      return add_exactly<T, 3, false>(s, r, f, n, overwrite, m, sq_norms);
+      return add_exactly<T, 3, false>(s, r, f, n, overwrite, m, ahead, sq_norms);
     case 4:
-      return add_exactly<T, 4, false>(s, r, f, n, overwrite, m, sq_norms);
+      return add_exactly<T, 4, false>(s, r, f, n, overwrite, m, ahead, sq_norms);
     case 5:
-      return add_exactly<T, 5, false>(s, r, f, n, overwrite, m, sq_norms);
+      return add_exactly<T, 5, false>(s, r, f, n, overwrite, m, ahead, sq_norms);
     case 6:
-      return add_exactly<T, 6, false>(s, r, f, n, overwrite, m, sq_norms);
+      return add_exactly<T, 6, false>(s, r, f, n, overwrite, m, ahead, sq_norms);
     case 7:
-      return add_exactly<T, 7, false>(s, r, f, n, overwrite, m, sq_norms);
+      return add_exactly<T, 7, false>(s, r, f, n, overwrite, m, ahead, sq_norms);
     case 8:
-      return add_exactly<T, 8, false>(s, r, f, n, overwrite, m, sq_norms);
+      return add_exactly<T, 8, false>(s, r, f, n, overwrite, m, ahead, sq_norms);
   }
 }
