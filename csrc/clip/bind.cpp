@@ -2,7 +2,6 @@
 //
 // Friendly messages come from the Python functions; the checks here keep a direct call of the
 // operators from reading or writing memory that is not theirs.
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -12,6 +11,7 @@
 
 #include "clip/clip.h"
 #include "common/torch_executor.h"
+#include "common/torch_overlap.h"
 
 namespace {
 
@@ -55,17 +55,18 @@ struct Gradients {
   }
   Gradients(const Gradients&) = delete;
 
-  void set_outputs(at::TensorList out) {
+  // `inputs`: what else is read.
+  void set_outputs(at::TensorList out, std::vector<at::Tensor> inputs) {
     TORCH_CHECK_VALUE(out.size() == held.size(), "out must have one tensor for each of grads");
     for (size_t l = 0; l < held.size(); ++l) {
       TORCH_CHECK_VALUE(out[l].is_cpu() && out[l].dim() == 1 && out[l].is_contiguous() &&
                             out[l].size(0) == held[l].size(1) &&
                             out[l].scalar_type() == sum_type(held[l].scalar_type()),
                         "out must be contiguous [D] CPU tensors, float32 (float64 for float64)");
-      at::assert_no_internal_overlap(out[l]);
-      for (const at::Tensor& g : held) at::assert_no_overlap(out[l], g);
       tensors[l].out = out[l].mutable_data_ptr();
     }
+    inputs.insert(inputs.end(), held.begin(), held.end());
+    dpk::check_disjoint(out, inputs);
   }
 };
 
@@ -109,7 +110,7 @@ at::Tensor clip_factors(const at::Tensor& sq_norms, at::ArrayRef<double> max_nor
 void weighted_row_sum_(at::TensorList out, at::TensorList grads, const at::Tensor& factors,
                        bool accumulate) {
   Gradients gradients(grads);
-  gradients.set_outputs(out);
+  gradients.set_outputs(out, {factors});
   const dpk::Rows& rows = gradients.rows;
   TORCH_CHECK_VALUE(factors.is_cpu() && factors.dim() == 2 && factors.size(1) == rows.batch &&
                         (factors.size(0) == 1 || factors.size(0) == rows.count) &&
@@ -126,7 +127,7 @@ std::tuple<at::Tensor, at::Tensor> clip_and_sum_(at::TensorList out, at::TensorL
                                                  at::ArrayRef<double> max_norms, bool normalise,
                                                  double gamma, bool accumulate) {
   Gradients gradients(grads);
-  gradients.set_outputs(out);
+  gradients.set_outputs(out, {});
   const dpk::Rows& rows = gradients.rows;
   const dpk::ClipRule rule = rule_of(max_norms, normalise, gamma);
   TORCH_CHECK_VALUE(rule.bound_count == 1 || rule.bound_count == rows.count,

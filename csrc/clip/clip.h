@@ -1,7 +1,7 @@
 // Norms, clip factors and clipped sums of the rows of materialised per-sample gradients.
 //
 // Squared norms are double: products of floats are exact there, and no float is too large or too
-// small for its square. Factors are rounded towards zero. Together: |factor * row| <= C.
+// small for its square. Factors are rounded towards zero. Together: factor * |row| <= C.
 #pragma once
 
 #include <algorithm>
@@ -43,7 +43,7 @@ struct ClipRule {
 // that a row can lose, and is itself lost beside any other squared norm.
 constexpr double kLostSquares = 0x1p-1000;
 
-// The factor of one row with a finite norm, before rounding. No branches: whether a row is clipped
+// The factor of one row with a valid norm, before rounding. No branches: whether a row is clipped
 // is as good as random, and a misprediction costs more than a division.
 inline double clip_factor(double sq_norm, double bound, bool normalise, double gamma) {
   const double norm = std::sqrt(sq_norm + kLostSquares);
@@ -67,7 +67,7 @@ inline float round_factor_down(double factor) {
 void row_sq_norms(const Rows& rows, bool per_tensor, double* sq_norms, const Executor& executor);
 
 // sq_norms and factors: [rule.bound_count, batch]; factors float, or double if `wide`. A sample
-// with a norm that is not finite gets the factor zero under every bound.
+// with a norm that is not finite, or negative, gets the factor zero under every bound.
 void clip_factors(const double* sq_norms, int64_t batch, const ClipRule& rule, bool wide,
                   void* factors);
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "clip/clip.h"
-
+#include "clip/columns.h"
 #define DPK_KERNELS "clip/kernels.inl"
 #include "common/for_each_isa.h"
 
@@ -17,8 +17,6 @@ constexpr int kMaxRows = 8;
 constexpr int64_t kMaxGroup = 4;
 // Below this many elements the work is done before another thread is awake (5 us).
 constexpr int64_t kElementsPerTask = 16384;
-// Task boundaries fall on whole cache lines of sums.
-constexpr int64_t kColumnAlignment = 16;
 // A block of sums that stays in the second-level cache while rows are added to it: 128 KiB. Smaller
 // blocks cut the rows into pieces that are over before the prefetchers have caught up.
 constexpr int64_t kBlockColumns = 32768;
@@ -72,54 +70,22 @@ Kernels kernels_for(Dtype dtype) {
   }
 }
 
-int64_t total_columns(const Rows& rows) {
-  int64_t total = 0;
-  for (int64_t l = 0; l < rows.count; ++l) total += rows.tensors[l].cols;
-  return total;
-}
-
 int useful_tasks(int64_t elements, const Executor& executor) {
   return static_cast<int>(std::clamp<int64_t>(elements / kElementsPerTask, 1, executor.threads));
-}
-
-const char* row_address(const RowTensor& tensor, int64_t row, int64_t column, int64_t bytes) {
-  return static_cast<const char*>(tensor.data) + (row * tensor.row_stride + column) * bytes;
-}
-
-// Columns of all tensors, laid end to end, and the part of them that one task works on.
-struct ColumnSpan {
-  int64_t begin, end;
-};
-
-ColumnSpan columns_of_task(int64_t columns, int task, int tasks) {
-  const int64_t lines = (columns + kColumnAlignment - 1) / kColumnAlignment;
-  return {std::min(columns, lines * task / tasks * kColumnAlignment),
-          std::min(columns, lines * (task + 1) / tasks * kColumnAlignment)};
-}
-
-// Calls body(l, begin, end) for the columns [begin, end) of tensor l that lie in the span.
-template <class Body>
-void for_each_piece(const Rows& rows, ColumnSpan span, Body&& body) {
-  int64_t first = 0;
-  for (int64_t l = 0; l < rows.count; ++l) {
-    const int64_t begin = std::max<int64_t>(span.begin - first, 0);
-    const int64_t end = std::min(span.end - first, rows.tensors[l].cols);
-    if (begin < end) body(l, begin, end);
-    first += rows.tensors[l].cols;
-  }
 }
 
 void store_factors(const ClipRule& rule, const double* sq_norms, int64_t batch, int64_t row,
                    int64_t count, bool wide, void* factors) {
   for (int64_t b = row; b < row + count; ++b) {
-    bool finite = true;
+    bool valid = true;
     for (int64_t s = 0; s < rule.bound_count; ++s) {
-      finite = finite && std::isfinite(sq_norms[s * batch + b]);
+      const double sq_norm = sq_norms[s * batch + b];
+      valid = valid && std::isfinite(sq_norm) && sq_norm >= 0.0;
     }
     for (int64_t s = 0; s < rule.bound_count; ++s) {
       const int64_t at = s * batch + b;
       const double factor =
-          finite ? clip_factor(sq_norms[at], rule.bounds[s], rule.normalise, rule.gamma) : 0.0;
+          valid ? clip_factor(sq_norms[at], rule.bounds[s], rule.normalise, rule.gamma) : 0.0;
       if (wide) {
         static_cast<double*>(factors)[at] = std::min(factor, std::numeric_limits<double>::max());
       } else {
@@ -217,19 +183,15 @@ void reduce_typed(const Rows& rows, const Sum* partial, int64_t columns, int par
                   const Executor& executor) {
   const int tasks = useful_tasks(columns * parts, executor);
   for_each_task(executor, tasks, [&](int task) {
-    int64_t first = 0;
-    const ColumnSpan span = columns_of_task(columns, task, tasks);
-    for (int64_t l = 0; l < rows.count; ++l) {
-      const int64_t begin = std::max<int64_t>(span.begin - first, 0);
-      const int64_t end = std::min(span.end - first, rows.tensors[l].cols);
+    const auto reduce = [&](int64_t l, int64_t begin, int64_t end, int64_t first) {
       Sum* out = static_cast<Sum*>(rows.tensors[l].out);
       for (int64_t j = begin; j < end; ++j) {
         Sum total = accumulate ? out[j] : Sum(0);
         for (int p = 0; p < parts; ++p) total += partial[p * columns + first + j];
         out[j] = total;
       }
-      first += rows.tensors[l].cols;
-    }
+    };
+    for_each_piece(rows, columns_of_task(columns, task, tasks), reduce);
   });
 }
 
@@ -346,7 +308,7 @@ void clip_rows_cut(const ClipPass& pass, bool accumulate, int tasks, const Execu
       double* const norms = measured.data() + task * measured_size;
       std::fill(norms, norms + measured_size, 0.0);
       for_each_piece(rows, columns_of_task(pass.columns, task, tasks),
-                     [&](int64_t l, int64_t begin, int64_t end) {
+                     [&](int64_t l, int64_t begin, int64_t end, int64_t) {
                        const int64_t blocks = (end - begin + kBlockColumns - 1) / kBlockColumns;
                        for (int64_t k = 0; k < blocks; ++k) {
                          // Every other time backwards: of rows longer than the cache, what was read
@@ -367,7 +329,7 @@ void clip_rows_cut(const ClipPass& pass, bool accumulate, int tasks, const Execu
   }
 }
 
-// Adds rows block by block of columns, so that the sums stay in the first-level cache.
+// Adds rows block by block of columns, so that the sums stay in the second-level cache.
 void add_in_blocks(const RowAdder& adder, char* sum, int64_t l, int64_t begin, int64_t end,
                    Group group, bool overwrite) {
   for (int64_t from = begin; from < end; from += kBlockColumns) {
@@ -400,7 +362,7 @@ void weighted_row_sum(const Rows& rows, const void* factors, int64_t factor_rows
   if (!plan.rows_dealt_out) {
     for_each_task(executor, plan.tasks, [&](int task) {
       for_each_piece(rows, columns_of_task(columns, task, plan.tasks),
-                     [&](int64_t l, int64_t begin, int64_t end) {
+                     [&](int64_t l, int64_t begin, int64_t end, int64_t) {
                        add_in_blocks(adder, static_cast<char*>(rows.tensors[l].out), l, begin, end,
                                      {0, rows.batch}, !accumulate);
                      });
@@ -437,7 +399,7 @@ void row_sq_norms(const Rows& rows, bool per_tensor, double* sq_norms, const Exe
     for (int64_t s = 0; s < slots; ++s) {
       std::fill(norms + s * rows.batch + begin, norms + s * rows.batch + end, 0.0);
     }
-    for_each_piece(rows, span, [&](int64_t l, int64_t from, int64_t to) {
+    for_each_piece(rows, span, [&](int64_t l, int64_t from, int64_t to, int64_t) {
       for (int64_t b = begin; b < end; ++b) {
         norms[(per_tensor ? l : 0) * rows.batch + b] += kernels.sq_norm(
             row_address(rows.tensors[l], b, from, kernels.element_bytes), to - from);

@@ -1,11 +1,11 @@
 // dpkernels::add_gaussian_noise_ on CPU tensors.
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
 #include <vector>
 
 #include "common/torch_executor.h"
+#include "common/torch_overlap.h"
 #include "noise/noise.h"
 
 namespace {
@@ -27,10 +27,10 @@ void add_gaussian_noise_(at::TensorList xs, double std, int64_t key, int64_t cou
   for (const at::Tensor& x : xs) {
     TORCH_CHECK_VALUE(x.scalar_type() == xs[0].scalar_type() && x.is_cpu(),
                       "add_gaussian_noise_: xs must share one dtype and be on the CPU");
-    at::assert_no_internal_overlap(x);
     contiguous.push_back(x.contiguous());
   }
   if (contiguous.empty()) return;
+  dpk::check_disjoint(xs, {});
   if (xs[0].scalar_type() == at::kDouble) {
     add_noise<double>(contiguous, std, key, counter, scale);
   } else {

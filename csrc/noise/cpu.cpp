@@ -11,10 +11,8 @@
 namespace dpk {
 namespace {
 
-constexpr int64_t kTile = 64;
-
 // Waking the other threads costs about as long as 8,192 values on one core (measured: 5 us).
-constexpr int64_t kTilesPerTask = 8192 / kTile;
+constexpr int64_t kTilesPerTask = 8192 / kNoiseTile;
 
 }  // namespace
 
@@ -25,7 +23,7 @@ void add_gaussian_noise(const NoiseTarget<T>* targets, int64_t count, double std
   // The tiles of all targets in one row, so that many small buffers share the threads well.
   std::vector<int64_t> first_tile(count + 1, 0);
   for (int64_t i = 0; i < count; ++i) {
-    first_tile[i + 1] = first_tile[i] + (targets[i].n + kTile - 1) / kTile;
+    first_tile[i + 1] = first_tile[i] + (targets[i].n + kNoiseTile - 1) / kNoiseTile;
   }
   const int64_t tiles = first_tile[count];
   const int64_t useful = (tiles + kTilesPerTask - 1) / kTilesPerTask;

@@ -4,8 +4,8 @@
 #include "common/gaussian.inl"
 #include "common/philox.inl"
 
-constexpr int64_t kBlocks = 16;  // of a tile
-constexpr int64_t kTile = 64;    // elements
+constexpr int64_t kTile = kNoiseTile;
+constexpr int64_t kBlocks = kTile / 4;
 
 constexpr int kVectors = kBlocks / kLanes;
 using TileLanes = AbreastLanes<VectorLanes, kVectors>;

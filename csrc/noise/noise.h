@@ -7,6 +7,9 @@
 
 namespace dpk {
 
+// Elements that one round of the kernel makes: 16 blocks of Philox, 4 normals each.
+constexpr int64_t kNoiseTile = 64;
+
 // One buffer of n elements of a list.
 template <class T>
 struct NoiseTarget {

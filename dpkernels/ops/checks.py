@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def check_finite(
@@ -51,7 +52,8 @@ def check_writable(op: str, name: str, outputs: Sequence[Tensor], inputs: Sequen
     spans += [(*_span(tensor), False) for tensor in inputs]
     if _overlap(spans):
         raise ValueError(
-            f"{op}: {name} shares memory with an input or with itself; pass buffers of their own"
+            f"{op}: {name} shares memory with an input or with itself (address ranges overlap); "
+            "pass buffers of their own"
         )
 
 
@@ -83,6 +85,8 @@ def _overlap(spans: list[tuple[int, int, bool]]) -> bool:
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     """Return the first address of ``tensor`` and the first one behind it."""
+    if isinstance(tensor, FakeTensor):  # has no address
+        return 0, 0
     start = tensor.data_ptr()
     if tensor.is_contiguous() or tensor.numel() == 0:
         return start, start + tensor.nbytes

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dpkernels.ops import clip
-from dpkernels.ops.noise import add_gaussian_noise_
+from dpkernels.ops.noise import NoiseKey, add_gaussian_noise_
 
 NAN, INF = math.nan, math.inf
 ROWS = torch.arange(12.0).view(3, 4)
@@ -210,6 +210,10 @@ BAD_NOISE: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     ),
     "std < 0": (lambda: torch.ones(3), {"std": -1.0}, "std must be a finite number >= 0, got -1"),
     "std nan": (lambda: torch.ones(3), {"std": NAN}, "std must be a finite number >= 0, got nan"),
+    "std lost": (lambda: torch.ones(3), {"std": 1e-50}, "std must be 0 or from 1.17549e-38"),
+    "std huge": (lambda: torch.ones(3), {"std": 1e39}, r"for torch.float32, got 1e\+39"),
+    "no counter": (lambda: torch.ones(3), {"counter": None}, "counter is missing; pass a NoiseKey"),
+    "counter twice": (lambda: torch.ones(3), {"key": NoiseKey()}, "counter must be left out"),
     "std inf": (lambda: torch.ones(3), {"std": INF}, "std must be a finite number"),
     "scale nan": (lambda: torch.ones(3), {"scale": NAN}, "scale must be a finite number"),
     "scale inf": (lambda: torch.ones(3), {"scale": -INF}, "scale must be a finite number"),
@@ -217,7 +221,11 @@ BAD_NOISE: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "low key": (lambda: torch.ones(3), {"key": -(2**63) - 1}, "key must fit in 64 bits"),
     "counter < 0": (lambda: torch.ones(3), {"counter": -1}, r"counter must be in .*got -1"),
     "counter": (lambda: torch.ones(3), {"counter": 2**63}, r"counter must be in .*NoiseKey"),
-    "counters": (lambda: [torch.ones(3)] * 2, {"counter": 2**63 - 1}, "counter must be in"),
+    "counters": (
+        lambda: [torch.ones(3), torch.ones(3)],
+        {"counter": 2**63 - 1},
+        "counter must be in",
+    ),
     "expanded": (lambda: torch.ones(1).expand(3), {}, r"x of shape \[3\] has several.*x.clone"),
     "expanded column": (
         lambda: torch.ones(10, 5)[:, 0].expand(2, 10),

@@ -100,13 +100,18 @@ def test_factors(backend: str, batch: int, mode: clip.Mode, dtype: torch.dtype) 
 
 
 def test_factors_of_special_norms(backend: str) -> None:
-    sq_norms = torch.tensor([0.0, 1.0, 4.0, float("inf"), float("nan"), 1e300, 5e-324]).double()
+    special = [0.0, 1.0, 4.0, float("inf"), float("nan"), 1e300, 5e-324, -1e-300, -1.0]
+    sq_norms = torch.tensor(special, dtype=torch.float64)
     flat = clip.clip_factors(sq_norms, 2.0)
     assert flat[:5].tolist() == [1.0, 1.0, 1.0, 0.0, 0.0] and flat[6] == 1.0
     assert 0 <= flat[5].item() <= 2e-150
     normalised = clip.clip_factors(sq_norms, 2.0, "automatic", gamma=1.0)
     assert normalised[:2].tolist() == [2.0, 1.0] and normalised[3:5].tolist() == [0.0, 0.0]
     assert clip.clip_factors(sq_norms[:1], 2.0, "automatic", gamma=0.0).isfinite().all()
+    # A squared norm that came out negative is no norm: its sample is left out, not let through.
+    assert flat[7:].tolist() == normalised[7:].tolist() == [0.0, 0.0]
+    layers = clip.clip_factors(torch.stack((sq_norms, sq_norms.flip(0))), [2.0, 2.0], "per_layer")
+    assert layers[:, [0, 1, 7, 8]].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("accumulate", [None, False, True])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dpkernels
 from dpkernels import backend as backends
@@ -224,3 +225,24 @@ def test_bad_input_raises_under_compile(compilable: str) -> None:
 
     with pytest.raises(Exception, match="max_norm must be a finite number > 0"):
         torch.compile(negative, backend="aot_eager")(torch.ones(3, 4))
+
+
+def test_operators_called_directly_refuse_shared_memory(cpp: str) -> None:
+    buffer, grads = torch.zeros(20), torch.ones(4, 10)
+    ops = torch.ops.dpkernels
+    with pytest.raises(ValueError, match="shares memory"):
+        ops.clip_and_sum_([buffer[:10], buffer[5:15]], [grads, grads], [1.0], False, 0.01, False)
+    with pytest.raises(ValueError, match="shares memory"):
+        ops.clip_and_sum_([grads[1]], [grads], [1.0], False, 0.01, False)
+    factors = torch.ones(1, 4)
+    with pytest.raises(ValueError, match="shares memory"):
+        ops.weighted_row_sum_([factors[0]], [torch.ones(4, 4)], factors, False)
+    with pytest.raises(ValueError, match="shares memory"):
+        ops.add_gaussian_noise_([buffer[:10], buffer[9:]], 1.0, 1, 1, 1.0)
+    assert not buffer.any() and torch.equal(grads, torch.ones(4, 10))
+
+
+def test_fake_tensors_have_no_addresses_to_compare() -> None:
+    with FakeTensorMode():
+        out = torch.empty(6)
+        assert clip.clip_and_sum(torch.empty(3, 6), 1.0, out=out).sum is out

@@ -5,8 +5,9 @@ parameters of a model): the norm of a sample is then the norm over all of them.
 
 Squared norms are float64 whatever the gradients are. A product of two float32 numbers is exact
 there and neither 1e30 nor 1e-30 leaves its range, so the norm is never under-estimated; with
-factors rounded towards zero, ``|factor * row| <= C`` holds without a fudge term. A row with a NaN
-or an infinity has a non-finite norm, gets the factor 0 and contributes exactly zero.
+factors rounded towards zero, ``factor * |row| <= C`` holds without a fudge term (a float32 product
+``factor * row`` is rounded once more, by 6e-8 of itself). A row with a NaN or an infinity has a
+non-finite norm, gets the factor 0 and contributes exactly zero.
 
 Cost of ``clip_and_sum``: 4 B D flops; B D elements read once where a few rows fit in the cache
 (twice otherwise), D written.
@@ -44,8 +45,8 @@ class ClippedSum(NamedTuple):
     factors: Tensor
 
     def nonfinite(self) -> Tensor:
-        """Return how many samples were dropped because they held a NaN or an infinity."""
-        dropped = ~self.sq_norms.isfinite()
+        """Return how many samples were dropped: norm not finite (or, of float64, past 1e154)."""
+        dropped = ~reference.valid(self.sq_norms)
         return (dropped if dropped.dim() == 1 else dropped.any(0)).sum()
 
 
@@ -82,7 +83,7 @@ def clip_factors(
 ) -> Tensor:
     """Clip factors from squared norms, rounded towards zero.
 
-    A sample with a norm that is not finite, in any layer, gets the factor 0 in all of them.
+    A sample whose squared norm is not finite, or negative, in any layer gets the factor 0 in all.
 
     sq_norms: float64 ``[B]``, or ``[L, B]`` for ``per_layer``.
     max_norm: the bound C > 0; for ``per_layer`` a list of L bounds.

@@ -20,6 +20,11 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def valid(sq_norms: Tensor) -> Tensor:
+    """Return where a squared norm is one: finite, and not negative by cancellation."""
+    return (sq_norms >= 0) & (sq_norms < float("inf"))
+
+
 def row_sq_norms(grads: list[Tensor], per_tensor: bool) -> Tensor:
     """Squared norms of the rows in float64: ``[L, B]`` per tensor, or ``[B]`` over all tensors."""
     norms = [torch.linalg.vector_norm(g, dim=1, dtype=torch.float64) for g in grads]
@@ -33,7 +38,7 @@ def clip_factors(
     """Clip factors ``[L, B]`` from squared norms ``[L, B]``, rounded towards zero.
 
     ``min(1, C / norm)``, or ``C / (norm + gamma)`` if ``normalise``; 0 in all layers for a sample
-    with a norm that is not finite. Rounding towards zero keeps ``factor * norm <= C``.
+    with a norm that is not valid. Rounding towards zero keeps ``factor * norm <= C``.
     """
     bounds = sq_norms.new_tensor(max_norms, dtype=torch.float64).unsqueeze(1)
     norms = (sq_norms + LOST_SQUARES).sqrt()
@@ -41,8 +46,7 @@ def clip_factors(
         exact = bounds / (norms + gamma)
     else:
         exact = torch.where(norms > bounds, bounds / norms, 1.0)
-    finite = sq_norms.isfinite().all(0)
-    exact = torch.where(finite, exact, 0.0).clamp(max=torch.finfo(dtype).max)
+    exact = torch.where(valid(sq_norms).all(0), exact, 0.0).clamp(max=torch.finfo(dtype).max)
     rounded = exact.to(dtype)
     below = torch.nextafter(rounded, torch.zeros_like(rounded))
     return torch.where(rounded.double() > exact, below, rounded)

@@ -29,7 +29,7 @@ import triton
 from torch import Tensor
 
 from dpkernels.ops.ahead_of_time import COMPILE_OPTIONS, AheadOfTimeCase
-from dpkernels.ops.clip.reference import sum_dtype
+from dpkernels.ops.clip.reference import sum_dtype, valid
 from dpkernels.ops.clip.triton_kernels import (
     add_rows_kernel,
     clip_and_sum_kernel,
@@ -212,7 +212,7 @@ def clip_factors(
                 **COMPILE_OPTIONS,
             )
     if len(max_norms) > 1:
-        factors.masked_fill_(~sq_norms.isfinite().all(0), 0.0)
+        factors.masked_fill_(~valid(sq_norms).all(0), 0.0)
     return factors
 
 
@@ -375,17 +375,18 @@ def _tiled_cases(dtype: torch.dtype) -> list[AheadOfTimeCase]:
         (weighted_sum_kernel, sums, _tiles(_LONG_WIDTHS, sum_dtype(dtype))),
     ):
         for tile in tiles:
-            for vector in (16 // dtype.itemsize, 1):
+            for vector, aligned in ((16 // dtype.itemsize, True), (1, True), (1, False)):
                 arguments = {"VECTOR": vector, "BLOCK_B": tile.rows, "BLOCK_D": tile.columns}
                 cases.append(
                     AheadOfTimeCase(
                         kernel=kernel,
-                        configuration=f"{grads[1:]} {tile.rows}x{tile.columns} vector {vector}",
+                        configuration=f"{grads[1:]} {tile.rows}x{tile.columns} vector {vector}"
+                        + ("" if aligned else " unaligned"),
                         signature=signature,
                         constexprs=arguments,
                         num_warps=tile.warps,
                         bytes_per_element=dtype.itemsize,
-                        aligned=("grads",) if vector > 1 else (),
+                        aligned=("grads",) if aligned else (),
                     )
                 )
     return cases

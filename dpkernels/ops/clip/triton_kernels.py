@@ -16,14 +16,14 @@ _LOST_SQUARES = tl.constexpr(LOST_SQUARES)
 
 @triton.jit
 def _factor(sq_norms, max_norm, gamma, cap, DTYPE: tl.constexpr):
-    """``min(cap, C / (norm + gamma))`` in DTYPE, rounded towards zero; 0 for a non-finite norm.
+    """``min(cap, C / (norm + gamma))`` in DTYPE, rounded towards zero; 0 for an invalid norm.
 
     cap is 1 and gamma 0 for clipping; a cap of the largest number of DTYPE normalises.
     """
-    exact = max_norm / (tl.sqrt(sq_norms + _LOST_SQUARES) + gamma)
+    exact = max_norm / (tl.sqrt(tl.where(sq_norms >= 0, sq_norms, 0.0) + _LOST_SQUARES) + gamma)
     exact = tl.where(exact < cap, exact, cap)
     # False for NaN, too.
-    exact = tl.where(sq_norms < float("inf"), exact, 0.0)
+    exact = tl.where((sq_norms >= 0) & (sq_norms < float("inf")), exact, 0.0)
     rounded = exact.to(DTYPE)
     if DTYPE == tl.float32:
         # The float just below a positive one has the bits just below.

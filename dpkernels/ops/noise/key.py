@@ -100,12 +100,18 @@ class NoiseKey:
         return children
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: key, counter, number of children, seed."""
+        """Return what a checkpoint keeps: seed, key, counter and number of children.
+
+        Of an entropy key there is nothing to keep: whoever reads the checkpoint could compute all
+        noise so far and subtract it, and a restart draws a fresh key anyway.
+        """
+        if self._seed is None:
+            return {"seed": None, "key": None, "counter": None, "spawned": None}
         return {
+            "seed": self._seed,
             "key": self._key,
             "counter": self._counter,
             "spawned": self._spawned,
-            "seed": self._seed,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -121,18 +127,18 @@ class NoiseKey:
                 f"NoiseKey.load_state_dict: state lacks {', '.join(sorted(missing))}; pass what "
                 "state_dict() returned"
             )
+        if state["seed"] is None:
+            key, start = _from_os_entropy()
+            self._set(key, start, seed=None)
+            return
         counter = state["counter"]
         if not isinstance(counter, int) or not 0 <= counter <= _COUNTERS:
             raise ValueError(
                 f"NoiseKey.load_state_dict: counter must be an int in [0, 2^63], got {counter!r}"
             )
-        if state["seed"] is None:
-            key, start = _from_os_entropy()
-            self._set(key, start, seed=None)
-        else:
-            _warn_of_seed(state["seed"])
-            self._set(state["key"], counter, seed=state["seed"])
-            self._spawned = state["spawned"]
+        _warn_of_seed(state["seed"])
+        self._set(state["key"], counter, seed=state["seed"])
+        self._spawned = state["spawned"]
 
     def _check_process(self, method: str) -> None:
         if os.getpid() != self._process:

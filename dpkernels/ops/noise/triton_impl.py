@@ -170,13 +170,14 @@ def ahead_of_time_cases() -> list[AheadOfTimeCase]:
     return [
         AheadOfTimeCase(
             kernel=_add_noise_kernel,
-            configuration=f"{dtype} {_TILES} tiles vector {vector}",
+            configuration=f"{dtype} {_TILES} tiles vector {vector}"
+            + ("" if aligned else " unaligned"),
             signature={"x": f"*{dtype}", **scalars},
             constexprs={"VECTOR": vector, "TILES": _TILES},
             num_warps=_WARPS,
             bytes_per_element=2 * size,
-            aligned=("x",) if vector > 1 else (),
+            aligned=("x",) if aligned else (),
         )
         for dtype, size in (("fp32", 4), ("fp64", 8))
-        for vector in (16 // size, 1)
+        for vector, aligned in ((16 // size, True), (1, True), (1, False))
     ]
