@@ -9,7 +9,7 @@ from dpkernels import use_backend
 from dpkernels.ops import clip
 from python_tests.ops import clip_cases as cases
 
-# More than 65,536 float32 sums in all, with an empty tensor, a tiny one and odd ends.
+# 285 KiB of float32 sums in all, with an empty tensor, a tiny one and odd ends.
 WIDTHS = (40_001, 0, 33_000, 3)
 
 
