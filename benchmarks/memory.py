@@ -31,6 +31,16 @@ class PeakMemory:
     allocated: int
     resident: int | None
 
+    @property
+    def at_most(self) -> int:
+        """The larger reading: what to hold a form to."""
+        return max(self.allocated, self.resident or 0)
+
+    @property
+    def at_least(self) -> int:
+        """The smaller reading: what to compare another form with."""
+        return self.allocated if self.resident is None else min(self.allocated, self.resident)
+
 
 def peak_extra_memory(call: Call, device: torch.device) -> PeakMemory:
     """Return the peak during ``call``, which has been warmed up before."""

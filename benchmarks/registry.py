@@ -49,11 +49,20 @@ class Target:
     ratio: at least so many times as fast as ``against``.
     against: the name of a plain form, or None for the fastest of them.
     percent_of_bound: at least so much of what the machine achieves.
+    memory_fraction: at most this part of the extra memory of ``against``.
+    megabytes: at most so much extra memory.
     """
 
     ratio: float | None = None
     against: str | None = None
     percent_of_bound: float | None = None
+    memory_fraction: float | None = None
+    megabytes: float | None = None
+
+    def __bool__(self) -> bool:
+        """Return whether anything is expected."""
+        wanted = (self.ratio, self.percent_of_bound, self.memory_fraction, self.megabytes)
+        return any(value is not None for value in wanted)
 
 
 @dataclass(frozen=True)

@@ -193,6 +193,14 @@ def _target(result: Result) -> str:
         if result.percent_of_bound is not None:
             found = f"{result.percent_of_bound:.0f}%"
         parts.append(f"{found} of {target.percent_of_bound:g}%")
+    if target.memory_fraction is not None:
+        fraction = result.memory_fraction()
+        found = _NOT_AVAILABLE if fraction is None else f"{fraction:.3f}"
+        parts.append(f"{found} of at most {target.memory_fraction:g} of its memory")
+    if target.megabytes is not None:
+        memory = result.ours.memory
+        found = _NOT_AVAILABLE if memory is None else f"{memory.at_most / 1e6:.3g}"
+        parts.append(f"{found} of at most {target.megabytes:g} MB")
     return f"{'met' if met else 'MISSED'}: {', '.join(parts)}"
 
 

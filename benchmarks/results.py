@@ -86,7 +86,7 @@ class Result:
     def target_met(self) -> bool | None:
         """Return whether the target is reached, or None if the case has none."""
         target = self.target
-        if target.ratio is None and target.percent_of_bound is None:
+        if not target:
             return None
         reached = [self.correct]
         if target.ratio is not None:
@@ -95,7 +95,23 @@ class Result:
         if target.percent_of_bound is not None:
             percent = self.percent_of_bound
             reached.append(percent is not None and percent >= target.percent_of_bound)
+        if target.memory_fraction is not None:
+            fraction = self.memory_fraction()
+            reached.append(fraction is not None and fraction <= target.memory_fraction)
+        if target.megabytes is not None:
+            memory = self.ours.memory
+            reached.append(memory is not None and memory.at_most / 1e6 <= target.megabytes)
         return all(reached)
+
+    def memory_fraction(self) -> float | None:
+        """Return our extra memory as a part of that of the form that the target names.
+
+        Of the two readings ours is the larger one and theirs the smaller one.
+        """
+        theirs = self.named("plain", self.target.against or self.fastest_plain)
+        if self.ours.memory is None or theirs is None or theirs.memory is None:
+            return None
+        return self.ours.memory.at_most / max(1, theirs.memory.at_least)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 # Both are read once, when triton and dpkernels are imported.
@@ -41,14 +41,16 @@ CPP = [f"cpp-{isa}" for isa in instruction_sets()] or ["cpp"]
 
 
 @contextmanager
-def running_on(name: str) -> Iterator[None]:
-    """Run the block on ``reference``, ``triton`` or ``cpp-<instruction set>``.
+def running_on(name: str, operations: Sequence[str]) -> Iterator[None]:
+    """Run the block, which calls these operations, on a backend.
+
+    name: ``reference``, ``triton`` or ``cpp-<instruction set>``.
 
     Skips the test with the reason if the backend is not there; fails it in CI, where all are.
     """
     kind, _, isa = name.partition("-")
     with dpkernels.use_backend(kind):
-        for operation in backends.operations():
+        for operation in operations:
             reason = dpkernels.explain(operation).reasons.get(kind)
             if reason is not None:
                 unavailable = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
@@ -65,17 +67,23 @@ def running_on(name: str) -> Iterator[None]:
             backends.extension.set_isa(before)
 
 
+def operations_of(request: pytest.FixtureRequest) -> Sequence[str]:
+    """Return what the test's module names as its ``OPERATIONS``."""
+    operations: Sequence[str] = request.module.OPERATIONS
+    return operations
+
+
 @pytest.fixture(params=["reference", *CPP, "triton"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test once on every backend, and on ``cpp`` with every instruction set."""
-    with running_on(request.param):
+    with running_on(request.param, operations_of(request)):
         yield request.param
 
 
 @pytest.fixture(params=CPP)
 def cpp(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test on ``cpp`` with every instruction set."""
-    with running_on(request.param):
+    with running_on(request.param, operations_of(request)):
         yield request.param
 
 

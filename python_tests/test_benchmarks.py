@@ -18,6 +18,7 @@ from benchmarks.cases import noise
 from benchmarks.cases.clip import half, several, single
 from benchmarks.compiled import CompileTimeout, time_limit
 from benchmarks.machine import Probe, Rate
+from benchmarks.memory import PeakMemory
 from benchmarks.registry import Case, Form, Target, all_cases, poisoned
 from benchmarks.results import Report
 from benchmarks.timing import Budget, Spread, interleave
@@ -172,6 +173,30 @@ def test_a_target_without_a_name_is_over_the_fastest(clock, ratio, met):
     )
     result = runner.run_case(case, CPU, OPTIONS)
     assert result.target_met() is met
+
+
+@pytest.mark.parametrize(
+    ("target", "met"),
+    [
+        (Target(memory_fraction=0.5), True),
+        (Target(memory_fraction=0.49), False),
+        (Target(megabytes=2.0), True),
+        (Target(megabytes=1.9), False),
+        (Target(ratio=9.0, memory_fraction=0.5), False),
+    ],
+)
+def test_memory_is_judged_by_our_larger_and_their_smaller_reading(monkeypatch, clock, target, met):
+    readings = {"ours": PeakMemory(1_000_000, 2_000_000), "plain": PeakMemory(4_000_000, 5_000_000)}
+    monkeypatch.setattr(runner, "peak_extra_memory", lambda call, _: readings[call.form.name])
+    case = doubling(
+        Form("ours", clock.taking(2.0, right), tuple),
+        Form("plain", clock.taking(8.0, right), tuple),
+        target=target,
+    )
+    result = runner.run_case(case, CPU, OPTIONS)
+    assert result.memory_fraction() == 0.5
+    assert result.target_met() is met
+    assert ("MISSED" in report.table(Report({}, {}, [result]))) is not met
 
 
 def test_a_named_form_stays_however_slow_it_is(clock):

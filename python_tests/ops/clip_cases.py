@@ -10,6 +10,8 @@ from torch import Tensor
 
 from python_tests.tolerance import assert_as_accurate
 
+OPERATIONS = ("clip_and_sum", "clip_factors", "row_sq_norms", "weighted_row_sum")
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # Zero, one, odd, and one over a block, in both directions.

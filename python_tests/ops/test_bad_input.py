@@ -12,6 +12,9 @@ from torch import Tensor
 
 from dpkernels.ops import clip
 from dpkernels.ops.noise import NoiseKey, add_gaussian_noise_
+from python_tests.ops import clip_cases
+
+OPERATIONS = (*clip_cases.OPERATIONS, "add_gaussian_noise_")
 
 NAN, INF = math.nan, math.inf
 ROWS = torch.arange(12.0).view(3, 4)

@@ -14,6 +14,8 @@ from python_tests.conftest import CPP
 from python_tests.ops import clip_cases as cases
 from python_tests.tolerance import assert_as_accurate
 
+OPERATIONS = cases.OPERATIONS
+
 GAMMA = 0.01
 
 

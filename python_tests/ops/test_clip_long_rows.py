@@ -9,6 +9,8 @@ from dpkernels import use_backend
 from dpkernels.ops import clip
 from python_tests.ops import clip_cases as cases
 
+OPERATIONS = cases.OPERATIONS
+
 # 285 KiB of float32 sums in all, with an empty tensor, a tiny one and odd ends.
 WIDTHS = (40_001, 0, 33_000, 3)
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from dpkernels.ops import clip
 from python_tests.ops import clip_cases as cases
 
+OPERATIONS = cases.OPERATIONS
+
 # Factors are rounded towards zero, so all that is left is the rounding of the float64 norm.
 SLACK = 1e-12
 

@@ -18,6 +18,8 @@ from dpkernels.ops.noise import add_gaussian_noise_
 from python_tests.conftest import running_on
 from python_tests.ops import clip_cases as cases
 
+OPERATIONS = (*cases.OPERATIONS, "add_gaussian_noise_")
+
 operators = torch.ops.dpkernels
 
 
@@ -32,7 +34,7 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.fixture(params=["reference", "cpp"])
 def compilable(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run on the backends that can be compiled for CPU tensors."""
-    with running_on(request.param):
+    with running_on(request.param, OPERATIONS):
         yield request.param
 
 

@@ -14,6 +14,8 @@ from dpkernels import backend as backends
 from dpkernels.ops.noise import NoiseKey, add_gaussian_noise_, reference
 from python_tests.tolerance import assert_as_accurate
 
+OPERATIONS = ("add_gaussian_noise_",)
+
 # Random123's kat_vectors for philox4x32 with 10 rounds: counter, key, result.
 KNOWN_ANSWERS = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),

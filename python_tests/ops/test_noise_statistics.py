@@ -18,6 +18,8 @@ from torch import Tensor
 from dpkernels.ops.noise import add_gaussian_noise_
 from python_tests.conftest import CPP
 
+OPERATIONS = ("add_gaussian_noise_",)
+
 N = 2**22
 STREAMS = [(0, 0), (1, 0), (-(2**63) + 17, 2**40 + 3)]
 SIGMAS = 5.0
