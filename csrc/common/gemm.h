@@ -18,6 +18,17 @@ struct MatrixView {
   MatrixView transposed() const { return {data, col_stride, row_stride}; }
 };
 
+// What is packed at a time: kRows x kDepth of a (half of a 512 KiB second-level cache for float),
+// kDepth x kCols of b. kRows is a multiple of every tile's rows (6 and 14), kCols of its columns.
+template <class T>
+struct GemmBlocks {
+  static constexpr int64_t kRows = sizeof(T) == 4 ? 168 : 84;
+  static constexpr int64_t kDepth = 256;
+  static constexpr int64_t kCols = 1024;
+  static constexpr int64_t kPackedA = kRows * kDepth;
+  static constexpr int64_t kPackedB = kDepth * kCols;
+};
+
 // How many bytes of workspace the functions below need, whatever the sizes.
 template <class T>
 int64_t gemm_workspace_bytes();
