@@ -5,7 +5,9 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
+#include "common/gemm.h"
 #include "common/isa.h"
 #include "common/philox.h"
 
@@ -73,6 +75,46 @@ py::tuple philox4x32_10(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint
   return py::make_tuple(block.w[0], block.w[1], block.w[2], block.w[3]);
 }
 
+template <class T>
+dpk::MatrixView<T> view(const py::buffer_info& x) {
+  const int64_t size = sizeof(T);
+  return {static_cast<const T*>(x.ptr), x.strides[0] / size, x.strides[1] / size};
+}
+
+template <class T>
+void gemm_of(const py::buffer_info& a, const py::buffer_info& b, const py::buffer_info& c,
+             bool accumulate, bool upper) {
+  std::vector<char> workspace(dpk::gemm_workspace_bytes<T>());
+  const int64_t m = a.shape[0], k = a.shape[1], n = b.shape[1];
+  T* const out = static_cast<T*>(c.ptr);
+  const int64_t ldc = c.strides[0] / static_cast<int64_t>(sizeof(T));
+  if (upper) {
+    dpk::gemm_upper<T>(n, k, view<T>(a), view<T>(b), out, ldc, accumulate, workspace.data());
+  } else {
+    dpk::gemm<T>(m, n, k, view<T>(a), view<T>(b), out, ldc, accumulate, workspace.data());
+  }
+}
+
+// The product that the kernels share, on anything with the buffer protocol, so that tests see it.
+void gemm(const py::buffer& a_buffer, const py::buffer& b_buffer, const py::buffer& c_buffer,
+          bool accumulate, bool upper) {
+  const py::buffer_info a = a_buffer.request(), b = b_buffer.request(), c = c_buffer.request(true);
+  const bool fits = a.ndim == 2 && b.ndim == 2 && c.ndim == 2 && a.shape[1] == b.shape[0] &&
+                    c.shape[0] == a.shape[0] && c.shape[1] == b.shape[1] &&
+                    (!upper || a.shape[0] == b.shape[1]) && c.strides[1] == c.itemsize;
+  if (!fits) throw std::invalid_argument("gemm: shapes must be [m, k], [k, n], [m, n] by rows");
+  if (a.format != b.format || a.format != c.format) {
+    throw std::invalid_argument("gemm: a, b and c must share one dtype");
+  }
+  if (a.format == py::format_descriptor<float>::format()) {
+    gemm_of<float>(a, b, c, accumulate, upper);
+  } else if (a.format == py::format_descriptor<double>::format()) {
+    gemm_of<double>(a, b, c, accumulate, upper);
+  } else {
+    throw std::invalid_argument("gemm: a must be float32 or float64");
+  }
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -82,4 +124,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_isa", &set_isa, py::arg("name"), "Run all kernels on one instruction set.");
   m.def("philox4x32_10", &philox4x32_10, py::arg("c0"), py::arg("c1"), py::arg("c2"), py::arg("c3"),
         py::arg("k0"), py::arg("k1"), "One block of the noise stream's generator.");
+  m.def("gemm", &gemm, py::arg("a"), py::arg("b"), py::arg("c"), py::arg("accumulate"),
+        py::arg("upper"), "c (+)= a b in one thread; the upper triangle of it if `upper`.");
 }
