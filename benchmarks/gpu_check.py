@@ -2,7 +2,8 @@
 
 Triton kernels in every configuration that their modules declare, for sm_80, sm_90, sm_100 and
 gfx942; CUDA sources for the NVIDIA targets. Needs no GPU. Writes ``gpu_static.md`` and ``.json``,
-and fails on a compile error, on a register spill, and on a kernel that nothing compiles.
+and fails on a compile error, on a register spill, on more shared memory than the target has, and on
+a kernel that nothing compiles.
 """
 
 from __future__ import annotations

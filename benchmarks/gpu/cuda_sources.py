@@ -55,7 +55,7 @@ def _compile(path: Path, arch: int, folder: Path, include: list[str]) -> list[Co
             kernel=_demangled(mangled),
             configuration=name,
             target=target,
-            verdict=usage.verdict,
+            verdict=usage.verdict(target),
             registers=usage.registers,
             shared_bytes=usage.shared_bytes,
             spill_stores=usage.spill_stores,

@@ -8,7 +8,13 @@ from typing import Literal
 
 NVIDIA_ARCHITECTURES = (80, 90, 100)
 
-Verdict = Literal["ok", "spill", "compile error", "not covered", "no kernel"]
+# Bytes that one block may have, when it asks for more than the usual 48 KiB: CUDA's programming
+# guide, compute capabilities; CDNA 3's local data share.
+SHARED_BYTES = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
+
+Verdict = Literal[
+    "ok", "spill", "too much shared memory", "compile error", "not covered", "no kernel"
+]
 
 
 @dataclass(frozen=True)
@@ -43,9 +49,10 @@ class Usage:
     spill_stores: int
     spill_loads: int
 
-    @property
-    def verdict(self) -> Verdict:
-        """Whether anything was spilled."""
+    def verdict(self, target: str) -> Verdict:
+        """Return whether the kernel can be launched on ``target`` and spills nothing."""
+        if self.shared_bytes > SHARED_BYTES[target]:
+            return "too much shared memory"
         return "spill" if self.spill_stores or self.spill_loads else "ok"
 
 

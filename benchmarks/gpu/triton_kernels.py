@@ -43,10 +43,16 @@ def check(package: str) -> Iterator[Compiled]:
     for name in modules(package):
         module = importlib.import_module(name)
         yield from _uncovered(module)
-        count = len(module.ahead_of_time_cases())
+        count = len(_cases(name))
         tasks += [(name, index, target) for index in range(count) for target in TARGETS]
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
         yield from pool.map(_compile_task, tasks, chunksize=4)
+
+
+def names(package: str) -> set[tuple[str, str, str]]:
+    """Return kernel, configuration and target of all that ``check`` compiles."""
+    cases = [c for name in modules(package) for c in _cases(name)]
+    return {(c.kernel.__name__, c.configuration, target) for c in cases for target in TARGETS}
 
 
 def versions() -> dict[str, str]:
@@ -55,6 +61,11 @@ def versions() -> dict[str, str]:
     for arch in NVIDIA_ARCHITECTURES:
         found[f"ptxas sm_{arch}"] = get_ptxas(arch).version
     return found
+
+
+def _cases(module: str) -> list[AheadOfTimeCase]:
+    cases: list[AheadOfTimeCase] = importlib.import_module(module).ahead_of_time_cases()
+    return cases
 
 
 def _kernels_beside(module: ModuleType) -> dict[str, JITFunction]:
@@ -91,7 +102,7 @@ def _uncovered(module: ModuleType) -> Iterator[Compiled]:
 
 def _compile_task(task: tuple[str, int, str]) -> Compiled:
     name, index, target = task
-    case = importlib.import_module(name).ahead_of_time_cases()[index]
+    case = _cases(name)[index]
     common = {"kernel": case.kernel.__name__, "configuration": case.configuration}
     try:
         usage = _compile(case, TARGETS[target])
@@ -100,7 +111,7 @@ def _compile_task(task: tuple[str, int, str]) -> Compiled:
     return Compiled(
         **common,
         target=target,
-        verdict=usage.verdict,
+        verdict=usage.verdict(target),
         registers=usage.registers,
         shared_bytes=usage.shared_bytes,
         spill_stores=usage.spill_stores,
