@@ -28,10 +28,12 @@ def kernel_sources(*operations: str) -> list[str]:
     builds of dpkernels can get in each other's way.
     """
     root = _sources()
-    known = sorted(path.parent.name for path in root.glob("*/cpu.cpp"))
-    unknown = sorted(set(operations) - set(known))
+    rooms: dict[str, list[Path]] = {}
+    for path in sorted(root.glob("*/*.cpp")):
+        if not path.name.endswith("bind.cpp"):
+            rooms.setdefault(path.parent.name, []).append(path)
+    files = rooms.pop("common")
+    unknown = sorted(set(operations) - rooms.keys())
     if unknown:
-        raise ValueError(f"kernel_sources: no {', '.join(unknown)}; there are {', '.join(known)}")
-    files = [*sorted(root.glob("common/*.cpp"))]
-    files += [root / name / "cpu.cpp" for name in operations or known]
-    return [str(path) for path in files]
+        raise ValueError(f"kernel_sources: no {', '.join(unknown)}; there are {', '.join(rooms)}")
+    return [str(path) for path in sum((rooms[name] for name in operations or rooms), files)]
