@@ -1,0 +1,133 @@
+#include "ghost/embedding.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#define DPK_KERNELS "ghost/embedding_kernels.inl"
+#include "common/for_each_isa.h"
+
+namespace dpk {
+namespace {
+
+// Columns of the table that are worth a task: one cache line of floats, so that no two tasks write
+// to the same one.
+constexpr int64_t kColumnsPerTask = 16;
+
+template <class In>
+const In* error_row(const EmbeddingProblem& p, int64_t sample, int64_t token) {
+  return static_cast<const In*>(p.errors) + sample * p.batch_stride + token * p.token_stride;
+}
+
+// Puts the tokens of a sample in order, equal ones beside each other: token * tokens + position.
+void sort_tokens(const EmbeddingProblem& p, int64_t sample, std::vector<int64_t>& keys) {
+  for (int64_t t = 0; t < p.tokens; ++t) {
+    keys[t] = p.indices[sample * p.tokens + t] * p.tokens + t;
+  }
+  std::sort(keys.begin(), keys.end());
+}
+
+template <class In>
+double sample_sq_norm(const EmbeddingProblem& p, int64_t sample, std::vector<int64_t>& keys,
+                      std::vector<double>& sum) {
+  const Isa isa = active_isa();
+  sort_tokens(p, sample, keys);
+  double total = 0.0;
+  for (int64_t begin = 0, end = 0; begin < p.tokens; begin = end) {
+    const int64_t token = keys[begin] / p.tokens;
+    while (end < p.tokens && keys[end] / p.tokens == token) ++end;
+    double squares = 0.0;
+    if (end - begin == 1) {
+      squares = DPK_FOR_ISA(isa, row_squares<In>)(error_row<In>(p, sample, keys[begin] % p.tokens),
+                                                  p.width);
+    } else {
+      for (int64_t k = begin; k < end; ++k) {
+        DPK_FOR_ISA(isa, add_row<In>)(error_row<In>(p, sample, keys[k] % p.tokens), p.width,
+                                      sum.data(), k == begin);
+      }
+      squares = DPK_FOR_ISA(isa, row_squares<double>)(sum.data(), p.width);
+    }
+    const double scale = p.scale == nullptr ? 1.0 : p.scale[token];
+    // Padding counts for nothing, but a NaN in it still marks the sample.
+    total += token == p.padding_index ? 0.0 * squares : scale * scale * squares;
+  }
+  return total;
+}
+
+template <class In>
+void sq_norms_typed(const EmbeddingProblem& p, double* sq_norms, const Executor& executor) {
+  const int tasks = static_cast<int>(std::clamp<int64_t>(p.batch, 1, executor.threads));
+  for_each_task(executor, tasks, [&](int task) {
+    std::vector<int64_t> keys(p.tokens);
+    std::vector<double> sum(p.width);
+    for (int64_t b = p.batch * task / tasks; b < p.batch * (task + 1) / tasks; ++b) {
+      sq_norms[b] = sample_sq_norm<In>(p, b, keys, sum);
+    }
+  });
+}
+
+// Each task takes some columns of every row, in the order of the samples: nothing depends on how
+// many tasks there are, and no two of them meet.
+template <class In>
+void weighted_sum_typed(const EmbeddingProblem& p, const void* factors, void* out, bool accumulate,
+                        const Executor& executor) {
+  using Sum = typename SumOf<In>::type;
+  auto* const add = DPK_FOR_ISA(active_isa(), add_weighted_row<In>);
+  Sum* const table = static_cast<Sum*>(out);
+  const int64_t pieces = (p.width + kColumnsPerTask - 1) / kColumnsPerTask;
+  const int tasks = static_cast<int>(std::clamp<int64_t>(pieces, 1, executor.threads));
+  if (!accumulate) {
+    const int64_t elements = p.vocabulary * p.width;
+    for_each_task(executor, tasks, [&](int task) {
+      const int64_t begin = elements * task / tasks, end = elements * (task + 1) / tasks;
+      std::memset(table + begin, 0, (end - begin) * sizeof(Sum));
+    });
+  }
+  for_each_task(executor, tasks, [&](int task) {
+    const int64_t begin = pieces * task / tasks * kColumnsPerTask;
+    const int64_t end = std::min(p.width, pieces * (task + 1) / tasks * kColumnsPerTask);
+    for (int64_t b = 0; b < p.batch; ++b) {
+      const double factor = static_cast<const Sum*>(factors)[b];
+      if (factor == 0.0) continue;
+      for (int64_t t = 0; t < p.tokens; ++t) {
+        const int64_t token = p.indices[b * p.tokens + t];
+        if (token == p.padding_index) continue;
+        const double scale = p.scale == nullptr ? 1.0 : p.scale[token];
+        add(error_row<In>(p, b, t) + begin, end - begin, factor * scale,
+            table + token * p.width + begin);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void embedding_sq_norms(const EmbeddingProblem& problem, double* sq_norms,
+                        const Executor& executor) {
+  switch (problem.dtype) {
+    case Dtype::bf16:
+      return sq_norms_typed<BFloat16>(problem, sq_norms, executor);
+    case Dtype::f16:
+      return sq_norms_typed<Float16>(problem, sq_norms, executor);
+    case Dtype::f64:
+      return sq_norms_typed<double>(problem, sq_norms, executor);
+    default:
+      return sq_norms_typed<float>(problem, sq_norms, executor);
+  }
+}
+
+void embedding_weighted_sum(const EmbeddingProblem& problem, const void* factors, void* out,
+                            bool accumulate, const Executor& executor) {
+  switch (problem.dtype) {
+    case Dtype::bf16:
+      return weighted_sum_typed<BFloat16>(problem, factors, out, accumulate, executor);
+    case Dtype::f16:
+      return weighted_sum_typed<Float16>(problem, factors, out, accumulate, executor);
+    case Dtype::f64:
+      return weighted_sum_typed<double>(problem, factors, out, accumulate, executor);
+    default:
+      return weighted_sum_typed<float>(problem, factors, out, accumulate, executor);
+  }
+}
+
+}  // namespace dpk

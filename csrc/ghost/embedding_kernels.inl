@@ -1,0 +1,41 @@
+// Rows of errors. Compiled once for each instruction set by for_each_isa.h.
+#include "ghost/sums.inl"
+
+template <class In>
+double row_squares(const void* row, int64_t n) {
+  double sum = 0.0, squares = 0.0;
+  sum_and_squares(static_cast<const In*>(row), n, sum, squares);
+  return squares;
+}
+
+// sum[j] (+)= row[j], in double.
+template <class In>
+void add_row(const void* row, int64_t n, double* sum, bool overwrite) {
+  const In* x = static_cast<const In*>(row);
+  constexpr int kStep = kLanes / 2;
+  int64_t j = 0;
+  for (; j + kStep <= n; j += kStep) {
+    const vd v = load_double(x + j);
+    store(sum + j, overwrite ? v : load_as<vd>(sum + j) + v);
+  }
+  for (; j < n; ++j) sum[j] = (overwrite ? 0.0 : sum[j]) + to_float(x[j]);
+}
+
+DPK_INLINE vf load_row(const float* p) { return load_float(p); }
+DPK_INLINE vf load_row(const BFloat16* p) { return load_float(p); }
+DPK_INLINE vf load_row(const Float16* p) { return load_float(p); }
+DPK_INLINE vd load_row(const double* p) { return load_as<vd>(p); }
+
+// sum[j] += weight * row[j], in the type of the sums.
+template <class In>
+void add_weighted_row(const void* row, int64_t n, double weight, void* sum) {
+  using Sum = typename SumOf<In>::type;
+  using V = typename VectorOf<Sum>::type;
+  constexpr int kStep = sizeof(V) / sizeof(Sum);
+  const In* x = static_cast<const In*>(row);
+  Sum* s = static_cast<Sum*>(sum);
+  const Sum w = static_cast<Sum>(weight);
+  int64_t j = 0;
+  for (; j + kStep <= n; j += kStep) store(s + j, load_as<V>(s + j) + w * load_row(x + j));
+  for (; j < n; ++j) s[j] += w * static_cast<Sum>(to_float(x[j]));
+}

@@ -1,0 +1,55 @@
+// Per-sample gradient norms and weighted gradient sums of a linear layer, from its inputs
+// (activations a) and the gradients of its outputs (errors d): g_b = sum over positions t of
+// d_bt a_bt^T. No g_b is stored.
+//
+// A norm must not come out low, so products are summed in float over kChain terms only and in
+// double from there on, and what cancels too much for float is done again in double.
+#pragma once
+
+#include <cstdint>
+
+#include "common/element.h"
+#include "common/executor.h"
+
+namespace dpk {
+
+// batch x positions rows of `width` neighbouring elements, `row_stride` elements apart.
+struct Positions {
+  const void* data;
+  int64_t row_stride;
+  int64_t width;
+};
+
+struct LinearBatch {
+  Positions activations;
+  Positions errors;
+  int64_t batch;
+  int64_t positions;
+  Dtype dtype;
+};
+
+enum class LinearFormula {
+  gram,          // sum over s, t of (a_s . a_t)(d_s . d_t): positions^2 (inputs + outputs) flops
+  materialised,  // the squares of sum over t of d_t a_t^T: 2 positions inputs outputs flops
+};
+
+// sq_norms[b] = |g_b|^2, plus |sum over t of d_bt|^2 if `bias`. Not finite if anything in sample b
+// is not finite.
+void linear_sq_norms(const LinearBatch& batch, bool bias, LinearFormula formula, double* sq_norms,
+                     const Executor& executor);
+
+// out [outputs, inputs] (+)= sum over b of factors[b] g_b, and, unless null, bias_out [outputs]
+// (+)= sum over b, t of factors[b] d_bt w_bt. If `homogeneous`, the last activation is not one of
+// the inputs: it is w. Otherwise w is 1. A sample with the factor zero is not looked at. Factors
+// and outputs are float (double for f64).
+void linear_weighted_sum(const LinearBatch& batch, const void* factors, bool homogeneous, void* out,
+                         void* bias_out, bool accumulate, const Executor& executor);
+
+// y [rows, size] = x U for a matrix U [size, size], and sq_norms[i] = |y_i|^2; x has rows of `size`
+// elements, or of size - 1 if `augment`, which stands for a last element of 1. T: float or double.
+template <class T>
+void transform_rows(const T* x, int64_t row_stride, int64_t rows, const T* matrix,
+                    int64_t matrix_stride, int64_t size, bool augment, T* y, double* sq_norms,
+                    const Executor& executor);
+
+}  // namespace dpk

@@ -1,0 +1,132 @@
+// dpkernels::ghost_linear_sq_norms, ghost_linear_weighted_sum_ and ghost_linear_transform on CPU
+// tensors.
+//
+// Friendly messages come from the Python functions; the checks here keep a direct call of the
+// operators from reading or writing memory that is not theirs.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <tuple>
+
+#include "common/torch_executor.h"
+#include "common/torch_overlap.h"
+#include "ghost/linear.h"
+
+namespace {
+
+dpk::Dtype dtype_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return dpk::Dtype::f32;
+    case at::kBFloat16:
+      return dpk::Dtype::bf16;
+    case at::kHalf:
+      return dpk::Dtype::f16;
+    case at::kDouble:
+      return dpk::Dtype::f64;
+    default:
+      TORCH_CHECK_VALUE(false, "activations must be float32, bfloat16, float16 or float64, got ",
+                        tensor.scalar_type());
+  }
+}
+
+// Activations and errors as the kernels take them; keeps the tensors (or their copies) alive.
+struct Batch {
+  at::Tensor activations, errors;
+  dpk::LinearBatch view;
+
+  Batch(const at::Tensor& a, const at::Tensor& d) {
+    TORCH_CHECK_VALUE(a.is_cpu() && d.is_cpu() && a.dim() == 3 && d.dim() == 3 &&
+                          a.scalar_type() == d.scalar_type() && a.size(0) == d.size(0) &&
+                          a.size(1) == d.size(1),
+                      "activations and errors must be [B, T, I] and [B, T, O] CPU tensors of one "
+                      "dtype");
+    activations = rows_of(a);
+    errors = rows_of(d);
+    view = {positions_of(activations), positions_of(errors), a.size(0), a.size(1), dtype_of(a)};
+  }
+  Batch(const Batch&) = delete;
+
+ private:
+  // [B * T, width] with neighbouring elements in a row; a copy only where no view is that.
+  static at::Tensor rows_of(const at::Tensor& x) {
+    const at::Tensor rows = x.reshape({x.size(0) * x.size(1), x.size(2)});
+    return rows.size(1) <= 1 || rows.stride(1) == 1 ? rows : rows.contiguous();
+  }
+  static dpk::Positions positions_of(const at::Tensor& rows) {
+    return {rows.const_data_ptr(), rows.stride(0), rows.size(1)};
+  }
+};
+
+at::Tensor ghost_linear_sq_norms(const at::Tensor& activations, const at::Tensor& errors, bool bias,
+                                 bool gram) {
+  const Batch batch(activations, errors);
+  at::Tensor sq_norms = at::empty({batch.view.batch}, at::kDouble);
+  dpk::linear_sq_norms(batch.view, bias,
+                       gram ? dpk::LinearFormula::gram : dpk::LinearFormula::materialised,
+                       sq_norms.mutable_data_ptr<double>(), dpk::torch_executor());
+  return sq_norms;
+}
+
+void ghost_linear_weighted_sum_(const at::Tensor& out, const std::optional<at::Tensor>& bias_out,
+                                const at::Tensor& activations, const at::Tensor& errors,
+                                const at::Tensor& factors, bool accumulate) {
+  const Batch batch(activations, errors);
+  const at::ScalarType type = activations.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const int64_t outputs = errors.size(2), width = activations.size(2);
+  TORCH_CHECK_VALUE(out.is_cpu() && out.dim() == 2 && out.is_contiguous() &&
+                        out.scalar_type() == type && out.size(0) == outputs &&
+                        (out.size(1) == width || (bias_out && out.size(1) + 1 == width)),
+                    "out must be a contiguous [O, I] CPU tensor, float32 (float64 for float64)");
+  TORCH_CHECK_VALUE(
+      !bias_out || (bias_out->is_cpu() && bias_out->dim() == 1 && bias_out->is_contiguous() &&
+                    bias_out->scalar_type() == type && bias_out->size(0) == outputs),
+      "bias_out must be a contiguous [O] CPU tensor of the dtype of out");
+  TORCH_CHECK_VALUE(factors.is_cpu() && factors.dim() == 1 && factors.size(0) == batch.view.batch &&
+                        factors.scalar_type() == type,
+                    "factors must be [B], of the dtype of out");
+  std::vector<at::Tensor> outs = {out};
+  if (bias_out) outs.push_back(*bias_out);
+  dpk::check_disjoint(outs, {activations, errors, factors});
+  const at::Tensor weights = factors.contiguous();
+  dpk::linear_weighted_sum(
+      batch.view, weights.const_data_ptr(), out.size(1) + 1 == width, out.mutable_data_ptr(),
+      bias_out ? bias_out->mutable_data_ptr() : nullptr, accumulate, dpk::torch_executor());
+}
+
+template <class T>
+void transform(const at::Tensor& x, const at::Tensor& matrix, bool augment, const at::Tensor& y,
+               const at::Tensor& sq_norms) {
+  dpk::transform_rows<T>(x.const_data_ptr<T>(), x.stride(0), x.size(0), matrix.const_data_ptr<T>(),
+                         matrix.stride(0), matrix.size(0), augment, y.mutable_data_ptr<T>(),
+                         sq_norms.mutable_data_ptr<double>(), dpk::torch_executor());
+}
+
+std::tuple<at::Tensor, at::Tensor> ghost_linear_transform(const at::Tensor& x,
+                                                          const at::Tensor& matrix, bool augment) {
+  const bool wide = x.scalar_type() == at::kDouble;
+  TORCH_CHECK_VALUE(
+      x.is_cpu() && matrix.is_cpu() && x.dim() == 2 && matrix.dim() == 2 &&
+          (wide || x.scalar_type() == at::kFloat) && matrix.scalar_type() == x.scalar_type() &&
+          matrix.size(0) == matrix.size(1) && x.size(1) + (augment ? 1 : 0) == matrix.size(0),
+      "x and matrix must be [N, n] and [n, n] (one more if augment) CPU tensors, "
+      "both float32 or both float64");
+  const auto with_neighbours = [](const at::Tensor& t) {
+    return t.size(1) <= 1 || t.stride(1) == 1 ? t : t.contiguous();
+  };
+  at::Tensor y = at::empty({x.size(0), matrix.size(0)}, x.scalar_type());
+  at::Tensor sq_norms = at::empty({x.size(0)}, at::kDouble);
+  const auto run = wide ? transform<double> : transform<float>;
+  run(with_neighbours(x), with_neighbours(matrix), augment, y, sq_norms);
+  return {y, sq_norms};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(dpkernels, CPU, m) {
+  m.impl("ghost_linear_sq_norms", ghost_linear_sq_norms);
+  m.impl("ghost_linear_weighted_sum_", ghost_linear_weighted_sum_);
+  m.impl("ghost_linear_transform", ghost_linear_transform);
+}

@@ -1,0 +1,357 @@
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#include "ghost/linear.h"
+#define DPK_KERNELS "ghost/linear_norms.inl"
+#include "common/for_each_isa.h"
+
+namespace dpk {
+namespace {
+
+// Blocks that stay in a second-level cache of 512 KiB: kDepth x kGramCols packed elements and two
+// tiles of sums. Measured on one core, GFLOP/s for 256 positions of 768 + 768 and for 64 of 256 +
+// 256: as they are 65 and 42, with 128 columns 66 and 37, with 84 rows 66 and 44, 128 deep 69 and
+// 43. Rows are a multiple of every tile's (6 and 14).
+constexpr int64_t kDepth = 256;
+constexpr int64_t kGramRows = 168;
+constexpr int64_t kGramCols = 64;
+constexpr int64_t kGradientRows = 84;
+constexpr int64_t kGradientCols = 128;
+constexpr double kFlopsPerTask = 2e6;
+
+// A sum that keeps what every addition rounds off (Neumaier 1974): there are as many terms as rows
+// of a gradient, and the norms of double inputs are to be right to the last bits.
+class Sum {
+ public:
+  void add(double x) {
+    const double total = total_ + x;
+    lost_ += std::abs(total_) >= std::abs(x) ? (total_ - total) + x : (x - total) + total_;
+    total_ = total;
+  }
+  double value() const { return total_ + lost_; }
+
+ private:
+  double total_ = 0.0, lost_ = 0.0;
+};
+
+// The positions of one sample.
+template <class T>
+struct Sample {
+  const T* a;
+  int64_t a_stride;
+  int64_t inputs;
+  const T* d;
+  int64_t d_stride;
+  int64_t outputs;
+  int64_t positions;
+};
+
+// The inner loops for elements of T on the instruction set in use.
+template <class T>
+struct NormKernels {
+  const Isa isa = active_isa();
+  decltype(&portable::add_dots<T>) add_dots = DPK_FOR_ISA(isa, add_dots<T>);
+  decltype(&portable::add_products<T>) add_products = DPK_FOR_ISA(isa, add_products<T>);
+  decltype(&portable::pack_columns<T>) pack_columns = DPK_FOR_ISA(isa, pack_columns<T>);
+  decltype(&portable::pack_rows<T>) pack_rows = DPK_FOR_ISA(isa, pack_rows<T>);
+  decltype(&portable::add_gram_row) add_gram_row = DPK_FOR_ISA(isa, add_gram_row);
+  double (*sq_norm)(const double*, int64_t) = DPK_FOR_ISA(isa, sq_norm<double>);
+};
+
+// What is known of a sample: |a_t|, |d_t| (of all positions), |sum over t of d_t|^2, the square of
+// the gradient as summed up so far, and how far its errors reach.
+struct Lengths {
+  std::vector<double> a, d, bias;
+  Lengths(int64_t batch, int64_t positions)
+      : a(batch * positions), d(batch * positions), bias(batch) {}
+};
+
+// The function that copies a row of E as T, times a weight.
+template <class E, class T>
+auto row_scaler() {
+  if constexpr (std::is_same_v<T, double>) return DPK_FOR_ISA(active_isa(), scale_to_double<E>);
+  if constexpr (std::is_same_v<T, float>) return DPK_FOR_ISA(active_isa(), scale_to_float<E>);
+}
+
+template <class T>
+T* uninitialised(std::unique_ptr<T[]>& owner, int64_t size) {
+  if (!owner) owner = std::make_unique_for_overwrite<T[]>(size);
+  return owner.get();
+}
+
+// The memory of one task; allocated when it is first used.
+template <class T>
+struct Scratch {
+  std::unique_ptr<T[]> packed_rows, packed_cols;
+  std::unique_ptr<double[]> tile, other_tile;
+  std::vector<T> copy;
+};
+
+// Sums the products of block [first, last) of columns with all rows up to it, of both Gram
+// matrices, and how far their errors reach. Rows below the diagonal count through those above.
+template <class T>
+class GramBlock {
+ public:
+  GramBlock(const Sample<T>& sample, const double* a_lengths, const double* d_lengths,
+            Scratch<T>& scratch)
+      : sample_(sample),
+        a_lengths_(a_lengths),
+        d_lengths_(d_lengths),
+        packed_(uninitialised(scratch.packed_cols, kDepth * kGradientCols)),
+        aa_(uninitialised(scratch.tile, kGramRows * kGradientCols)),
+        dd_(uninitialised(scratch.other_tile, kGramRows * kGramCols)) {}
+
+  void add(int64_t first, int64_t last, Sum* products, double* reach) const {
+    for (int64_t row = 0; row < last; row += kGramRows) {
+      const int64_t rows = std::min(kGramRows, last - row);
+      add_dots(sample_.a, sample_.a_stride, sample_.inputs, row, rows, first, last - first, aa_);
+      add_dots(sample_.d, sample_.d_stride, sample_.outputs, row, rows, first, last - first, dd_);
+      for (int64_t s = row; s < row + rows; ++s) add_row(s, row, first, last, products, reach);
+    }
+  }
+
+ private:
+  void add_dots(const T* x, int64_t stride, int64_t width, int64_t row, int64_t rows, int64_t first,
+                int64_t columns, double* tile) const {
+    std::fill(tile, tile + kGramRows * kGramCols, 0.0);
+    for (int64_t p = 0; p < width; p += kDepth) {
+      const int64_t depth = std::min(kDepth, width - p);
+      kernels_.pack_columns(columns, depth, x + first * stride + p, stride, 1, packed_);
+      kernels_.add_dots(x + row * stride + p, stride, rows, packed_, columns, depth, first - row,
+                        tile, kGramCols);
+    }
+  }
+
+  void add_row(int64_t s, int64_t row, int64_t first, int64_t last, Sum* products,
+               double* reach) const {
+    const double a = a_lengths_[s], d = d_lengths_[s];
+    const int64_t begin = std::max(first, s + 1), at = (s - row) * kGramCols + begin - first;
+    double above = 0.0, above_reach = 0.0;
+    if (begin < last) {
+      kernels_.add_gram_row(aa_ + at, dd_ + at, a_lengths_ + begin, d_lengths_ + begin,
+                            last - begin, a, d, &above, &above_reach);
+    }
+    const int64_t own = (s - row) * kGramCols + s - first;
+    products->add(2 * above + (s >= first ? aa_[own] * dd_[own] : 0.0));
+    *reach += 2 * above_reach + (s >= first ? 2 * a * a * d * d : 0.0);
+  }
+
+  const NormKernels<T> kernels_;
+  const Sample<T>& sample_;
+  const double* a_lengths_;
+  const double* d_lengths_;
+  T* packed_;
+  double* aa_;
+  double* dd_;
+};
+
+// The sum of squares of rows [first, last) of the gradient.
+template <class T>
+double gradient_sq_norm(const Sample<T>& sample, int64_t first, int64_t last, Scratch<T>& scratch) {
+  const NormKernels<T> kernels;
+  T* const packed_d = uninitialised(scratch.packed_rows, kDepth * kGradientRows);
+  T* const packed_a = uninitialised(scratch.packed_cols, kDepth * kGradientCols);
+  double* const tile = uninitialised(scratch.tile, kGramRows * kGradientCols);
+  Sum total;
+  for (int64_t o = first; o < last; o += kGradientRows) {
+    const int64_t rows = std::min(kGradientRows, last - o);
+    for (int64_t i = 0; i < sample.inputs; i += kGradientCols) {
+      const int64_t cols = std::min(kGradientCols, sample.inputs - i);
+      std::fill(tile, tile + kGradientRows * kGradientCols, 0.0);
+      for (int64_t t = 0; t < sample.positions; t += kDepth) {
+        const int64_t depth = std::min(kDepth, sample.positions - t);
+        kernels.pack_rows(rows, depth, sample.d + t * sample.d_stride + o, sample.d_stride,
+                          packed_d);
+        kernels.pack_columns(cols, depth, sample.a + t * sample.a_stride + i, 1, sample.a_stride,
+                             packed_a);
+        kernels.add_products(packed_d, rows, packed_a, cols, depth, tile, kGradientCols);
+      }
+      for (int64_t r = 0; r < rows; ++r) total.add(kernels.sq_norm(tile + r * kGradientCols, cols));
+    }
+  }
+  return total.value();
+}
+
+// The squared norms of a batch with elements of E, computed in T.
+template <class E>
+class NormPass {
+ public:
+  using T = typename SumOf<E>::type;
+
+  NormPass(const LinearBatch& batch, bool bias, LinearFormula formula, const Executor& executor)
+      : batch_(batch),
+        bias_(bias),
+        gram_(formula == LinearFormula::gram),
+        lengths_(batch.batch, batch.positions),
+        executor_(executor) {
+    const double i = double(batch.activations.width), o = double(batch.errors.width);
+    const double t = double(batch.positions);
+    const double flops = double(batch.batch) * (gram_ ? t * t * (i + o) : 2 * t * i * o);
+    tasks_ = static_cast<int>(std::clamp(flops / kFlopsPerTask, 1.0, double(executor.threads)));
+    // Whole samples are dealt out where there are enough of them, else blocks of samples.
+    const int64_t extent = gram_ ? batch.positions : batch.errors.width;
+    block_ = gram_ ? kGramCols : kGradientRows;
+    splits_ = batch.batch >= 2 * tasks_ ? 1 : std::max<int64_t>(1, (extent + block_ - 1) / block_);
+    if (splits_ == 1) block_ = std::max<int64_t>(1, extent);
+  }
+
+  void run(double* sq_norms) {
+    measure();
+    std::vector<double> sums(2 * batch_.batch * splits_, 0.0);
+    std::atomic<int64_t> next{0};
+    for_each_task(executor_, tasks_, [&](int) {
+      Scratch<T> scratch;
+      for (int64_t item; (item = next++) < batch_.batch * splits_;) {
+        // The last block of a Gram matrix is the largest: it goes first.
+        const int64_t b = item / splits_, split = splits_ - 1 - item % splits_;
+        if (finite(b)) add_block(b, split * block_, scratch, &sums[2 * (b * splits_ + split)]);
+      }
+    });
+    next = 0;
+    for_each_task(executor_, tasks_, [&](int) {
+      for (int64_t b; (b = next++) < batch_.batch;) sq_norms[b] = settle(b, sums);
+    });
+  }
+
+ private:
+  template <class To>
+  Sample<To> sample(int64_t b, std::vector<To>& copy) const {
+    const Positions &a = batch_.activations, &d = batch_.errors;
+    const E* const from_a = static_cast<const E*>(a.data) + b * batch_.positions * a.row_stride;
+    const E* const from_d = static_cast<const E*>(d.data) + b * batch_.positions * d.row_stride;
+    if constexpr (std::is_same_v<E, To>) {
+      return {from_a, a.row_stride, a.width, from_d, d.row_stride, d.width, batch_.positions};
+    } else {
+      const auto widen = row_scaler<E, To>();
+      copy.resize(batch_.positions * (a.width + d.width));
+      To* const to_d = copy.data() + batch_.positions * a.width;
+      for (int64_t t = 0; t < batch_.positions; ++t) {
+        widen(copy.data() + t * a.width, from_a + t * a.row_stride, To(1), a.width);
+        widen(to_d + t * d.width, from_d + t * d.row_stride, To(1), d.width);
+      }
+      return {copy.data(), a.width, a.width, to_d, d.width, d.width, batch_.positions};
+    }
+  }
+
+  // The lengths of all positions, and the bias gradients' squares.
+  void measure() {
+    const Isa isa = active_isa();
+    const auto sq_norm = DPK_FOR_ISA(isa, sq_norm<E>);
+    const auto add_row = DPK_FOR_ISA(isa, add_row_in_double<E>);
+    const auto sum_sq_norm = DPK_FOR_ISA(isa, sq_norm<double>);
+    const Positions &a = batch_.activations, &d = batch_.errors;
+    const int64_t positions = batch_.positions;
+    for_each_task(executor_, tasks_, [&](int task) {
+      std::vector<double> sum(bias_ ? d.width : 0);
+      const int64_t end = batch_.batch * (task + 1) / tasks_;
+      for (int64_t b = batch_.batch * task / tasks_; b < end; ++b) {
+        const E* a_row = static_cast<const E*>(a.data) + b * batch_.positions * a.row_stride;
+        const E* d_row = static_cast<const E*>(d.data) + b * batch_.positions * d.row_stride;
+        std::fill(sum.begin(), sum.end(), 0.0);
+        for (int64_t t = 0; t < positions; ++t, a_row += a.row_stride, d_row += d.row_stride) {
+          lengths_.a[b * positions + t] = std::sqrt(sq_norm(a_row, a.width));
+          lengths_.d[b * positions + t] = std::sqrt(sq_norm(d_row, d.width));
+          if (bias_) add_row(sum.data(), d_row, 1.0, d.width);
+        }
+        lengths_.bias[b] = bias_ ? sum_sq_norm(sum.data(), d.width) : 0.0;
+      }
+    });
+  }
+
+  bool finite(int64_t b) const {
+    double total = 0.0;
+    for (int64_t t = b * batch_.positions; t < (b + 1) * batch_.positions; ++t) {
+      total += lengths_.a[t] + lengths_.d[t];
+    }
+    return std::isfinite(total);
+  }
+
+  void add_block(int64_t b, int64_t first, Scratch<T>& scratch, double* sums) const {
+    const Sample<T> s = sample<T>(b, scratch.copy);
+    if (!gram_) {
+      sums[0] = gradient_sq_norm(s, first, std::min(first + block_, s.outputs), scratch);
+      return;
+    }
+    const int64_t at = b * batch_.positions;
+    const GramBlock<T> gram(s, lengths_.a.data() + at, lengths_.d.data() + at, scratch);
+    const int64_t end = std::min(first + block_, s.positions);
+    Sum products;
+    for (int64_t column = first; column < end; column += kGramCols) {
+      gram.add(column, std::min(column + kGramCols, end), &products, &sums[1]);
+    }
+    sums[0] = products.value();
+  }
+
+  // Puts a sample's norm together, and does it again in double where float is not enough.
+  double settle(int64_t b, const std::vector<double>& sums) const {
+    if (!finite(b)) return std::numeric_limits<double>::quiet_NaN();
+    double square = 0.0, reach = 0.0, terms = 0.0, a_total = 0.0, d_total = 0.0;
+    for (int64_t k = b * splits_; k < (b + 1) * splits_; ++k) {
+      square += sums[2 * k];
+      reach += sums[2 * k + 1];
+    }
+    for (int64_t t = b * batch_.positions; t < (b + 1) * batch_.positions; ++t) {
+      terms += lengths_.a[t] * lengths_.d[t];
+      a_total += lengths_.a[t];
+      d_total += lengths_.d[t];
+    }
+    // Products that underflow are off by no part of themselves, but by up to the least normal one.
+    const double inputs = double(batch_.activations.width), outputs = double(batch_.errors.width);
+    const double least = std::numeric_limits<T>::min();
+    const double lost = least * (inputs * d_total * d_total + outputs * a_total * a_total);
+    const double lost_root = least * double(batch_.positions);
+    const bool exact = gram_ ? reach <= kGramReach * square && lost <= kLost * square
+                             : terms * terms <= gradient_reach(batch_.positions) * square &&
+                                   lost_root * lost_root * inputs * outputs <= kLost * square;
+    if (!exact) {
+      std::vector<double> copy;
+      Scratch<double> scratch;
+      const Sample<double> s = sample<double>(b, copy);
+      square = gradient_sq_norm(s, 0, s.outputs, scratch);
+      // Double has its limits, too: where nothing is left, the bound of the error is.
+      if (square < kNothingLeft * terms * terms) {
+        const double error = double(batch_.positions) * 0x1p-53 * terms;
+        square = (std::sqrt(square) + error) * (std::sqrt(square) + error);
+      }
+    }
+    return square + lengths_.bias[b];
+  }
+
+  static constexpr double kGramReach = std::is_same_v<T, float> ? 64.0 : 1e9;
+  static constexpr double kNothingLeft = 1e-20;
+  static constexpr double kLost = 1e-7;
+  static double gradient_reach(int64_t positions) {
+    const double reach = std::is_same_v<T, float> ? 4096.0 : 1e18;
+    return std::max(reach, 4.0 * double(positions));
+  }
+
+  const LinearBatch& batch_;
+  const bool bias_, gram_;
+  Lengths lengths_;
+  const Executor& executor_;
+  int tasks_;
+  int64_t block_, splits_;
+};
+
+}  // namespace
+
+void linear_sq_norms(const LinearBatch& batch, bool bias, LinearFormula formula, double* sq_norms,
+                     const Executor& executor) {
+  switch (batch.dtype) {
+    case Dtype::bf16:
+      return NormPass<BFloat16>(batch, bias, formula, executor).run(sq_norms);
+    case Dtype::f16:
+      return NormPass<Float16>(batch, bias, formula, executor).run(sq_norms);
+    case Dtype::f64:
+      return NormPass<double>(batch, bias, formula, executor).run(sq_norms);
+    default:
+      return NormPass<float>(batch, bias, formula, executor).run(sq_norms);
+  }
+}
+
+}  // namespace dpk

@@ -1,0 +1,216 @@
+#include <algorithm>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#include "common/gemm.h"
+#include "ghost/linear.h"
+#define DPK_KERNELS "ghost/linear_rows.inl"
+#include "common/for_each_isa.h"
+
+namespace dpk {
+namespace {
+
+// Rows that are scaled at a time: as many as the product packs at a time.
+constexpr int64_t kRowBlock = 256;
+// Parts of the columns are multiples of this, so that tiles and cache lines are not cut.
+constexpr int64_t kAlignment = 16;
+constexpr double kFlopsPerTask = 2e6;
+
+int useful_tasks(double flops, int64_t extent, const Executor& executor) {
+  const double most = double(std::min<int64_t>(executor.threads, extent / kAlignment));
+  return static_cast<int>(std::clamp(flops / kFlopsPerTask, 1.0, std::max(1.0, most)));
+}
+
+// Where part `task` of `extent` columns begins.
+int64_t part_begin(int64_t extent, int64_t task, int64_t tasks) {
+  if (task == tasks) return extent;
+  return extent * task / tasks / kAlignment * kAlignment;
+}
+
+// The function that copies a row of E as T, times a weight.
+template <class E, class T>
+auto row_scaler() {
+  if constexpr (std::is_same_v<T, double>) return DPK_FOR_ISA(active_isa(), scale_to_double<E>);
+  if constexpr (std::is_same_v<T, float>) return DPK_FOR_ISA(active_isa(), scale_to_float<E>);
+}
+
+// The weighted sum of a batch with elements of E, in T: a product of the scaled errors, transposed,
+// and the activations.
+template <class E>
+class SumPass {
+ public:
+  using T = typename SumOf<E>::type;
+
+  SumPass(const LinearBatch& batch, const void* factors, bool homogeneous, void* out,
+          void* bias_out, bool accumulate)
+      : batch_(batch),
+        factors_(static_cast<const T*>(factors)),
+        homogeneous_(homogeneous),
+        inputs_(batch.activations.width - (homogeneous ? 1 : 0)),
+        outputs_(batch.errors.width),
+        out_(static_cast<T*>(out)),
+        bias_out_(static_cast<T*>(bias_out)),
+        accumulate_(accumulate) {}
+
+  void run(const Executor& executor) const {
+    const double flops =
+        2.0 * double(batch_.batch * batch_.positions) * double(inputs_) * double(outputs_);
+    // The longer side is cut: the operand of the other one is then packed by every task.
+    const bool cut_outputs = outputs_ >= inputs_;
+    const int64_t extent = cut_outputs ? outputs_ : inputs_;
+    const int tasks = useful_tasks(flops, extent, executor);
+    for_each_task(executor, tasks, [&](int task) {
+      const int64_t begin = part_begin(extent, task, tasks),
+                    end = part_begin(extent, task + 1, tasks);
+      if (cut_outputs) {
+        part(begin, end, 0, inputs_);
+      } else {
+        part(0, outputs_, begin, end);
+      }
+    });
+  }
+
+ private:
+  // Up to kRowBlock rows whose factors are not zero.
+  struct Rows {
+    int64_t index[kRowBlock];
+    int64_t count = 0;
+    bool neighbours() const { return count == 0 || index[count - 1] - index[0] == count - 1; }
+  };
+
+  // Takes the next rows from row `next` on, and moves it behind them.
+  Rows take(int64_t& next) const {
+    Rows rows;
+    for (; next < batch_.batch * batch_.positions && rows.count < kRowBlock; ++next) {
+      if (factors_[next / batch_.positions] != 0) rows.index[rows.count++] = next;
+    }
+    return rows;
+  }
+
+  // Rows [o, o_end) and columns [i, i_end) of the sum.
+  void part(int64_t o, int64_t o_end, int64_t i, int64_t i_end) const {
+    const int64_t rows_here = std::min(kRowBlock, batch_.batch * batch_.positions);
+    const auto scaled = std::make_unique_for_overwrite<T[]>(rows_here * (o_end - o));
+    const auto workspace = std::make_unique_for_overwrite<char[]>(gemm_workspace_bytes<T>());
+    std::vector<T> copied;
+    // Sums, and behind them what they round off.
+    std::vector<double> bias(bias_out_ != nullptr && i == 0 ? 2 * (o_end - o) : 0, 0.0);
+    bool add = accumulate_;
+    int64_t next = 0;
+    do {
+      const Rows rows = take(next);
+      scale(rows, o, o_end, scaled.get(), bias);
+      gemm<T>(o_end - o, i_end - i, rows.count, {scaled.get(), 1, o_end - o},
+              activations(rows, i, i_end, copied), out_ + o * inputs_ + i, inputs_, add,
+              workspace.get());
+      add = true;
+    } while (next < batch_.batch * batch_.positions);
+    const int64_t half = static_cast<int64_t>(bias.size()) / 2;
+    for (int64_t j = 0; j < half; ++j) {
+      const double total = bias[j] + bias[half + j];
+      bias_out_[o + j] = static_cast<T>(accumulate_ ? bias_out_[o + j] + total : total);
+    }
+  }
+
+  // scaled [rows, o_end - o] = factor * error, and what that adds to the bias.
+  void scale(const Rows& rows, int64_t o, int64_t o_end, T* scaled,
+             std::vector<double>& bias) const {
+    const auto scale_row = row_scaler<E, T>();
+    const auto add_row = DPK_FOR_ISA(active_isa(), add_row_compensated<T>);
+    const E* const errors = static_cast<const E*>(batch_.errors.data);
+    for (int64_t r = 0; r < rows.count; ++r, scaled += o_end - o) {
+      const int64_t row = rows.index[r];
+      scale_row(scaled, errors + row * batch_.errors.row_stride + o,
+                factors_[row / batch_.positions], o_end - o);
+      if (!bias.empty())
+        add_row(bias.data(), bias.data() + o_end - o, scaled, bias_weight(row), o_end - o);
+    }
+  }
+
+  double bias_weight(int64_t row) const {
+    if (!homogeneous_) return 1.0;
+    const E* const data = static_cast<const E*>(batch_.activations.data);
+    double weight;
+    row_scaler<E, double>()(&weight, data + row * batch_.activations.row_stride + inputs_, 1.0, 1);
+    return weight;
+  }
+
+  // Columns [i, i_end) of the activations, in place where they can be.
+  MatrixView<T> activations(const Rows& rows, int64_t i, int64_t i_end,
+                            std::vector<T>& copied) const {
+    const E* const from = static_cast<const E*>(batch_.activations.data) + i;
+    const int64_t stride = batch_.activations.row_stride;
+    if constexpr (std::is_same_v<E, T>) {
+      if (rows.count == 0) return {from, stride, 1};
+      if (rows.neighbours()) return {from + rows.index[0] * stride, stride, 1};
+    }
+    const auto copy_row = row_scaler<E, T>();
+    copied.resize(rows.count * (i_end - i));
+    for (int64_t r = 0; r < rows.count; ++r) {
+      copy_row(copied.data() + r * (i_end - i), from + rows.index[r] * stride, T(1), i_end - i);
+    }
+    return {copied.data(), i_end - i, 1};
+  }
+
+  const LinearBatch& batch_;
+  const T* factors_;
+  const bool homogeneous_;
+  const int64_t inputs_, outputs_;
+  T* out_;
+  T* bias_out_;
+  const bool accumulate_;
+};
+
+}  // namespace
+
+void linear_weighted_sum(const LinearBatch& batch, const void* factors, bool homogeneous, void* out,
+                         void* bias_out, bool accumulate, const Executor& executor) {
+  switch (batch.dtype) {
+    case Dtype::bf16:
+      return SumPass<BFloat16>(batch, factors, homogeneous, out, bias_out, accumulate)
+          .run(executor);
+    case Dtype::f16:
+      return SumPass<Float16>(batch, factors, homogeneous, out, bias_out, accumulate).run(executor);
+    case Dtype::f64:
+      return SumPass<double>(batch, factors, homogeneous, out, bias_out, accumulate).run(executor);
+    default:
+      return SumPass<float>(batch, factors, homogeneous, out, bias_out, accumulate).run(executor);
+  }
+}
+
+template <class T>
+void transform_rows(const T* x, int64_t row_stride, int64_t rows, const T* matrix,
+                    int64_t matrix_stride, int64_t size, bool augment, T* y, double* sq_norms,
+                    const Executor& executor) {
+  const int64_t given = augment ? size - 1 : size;
+  const int tasks = useful_tasks(2.0 * double(rows) * double(size) * double(size), size, executor);
+  std::vector<double> partial(tasks * rows);
+  const auto sq_norm = DPK_FOR_ISA(active_isa(), sq_norm<T>);
+  // Columns are cut, not rows: a task packs its own part of the matrix only.
+  for_each_task(executor, tasks, [&](int task) {
+    const int64_t begin = part_begin(size, task, tasks);
+    const int64_t columns = part_begin(size, task + 1, tasks) - begin;
+    const auto workspace = std::make_unique_for_overwrite<char[]>(gemm_workspace_bytes<T>());
+    if (augment) {
+      const T* const last = matrix + given * matrix_stride + begin;
+      for (int64_t r = 0; r < rows; ++r) std::copy(last, last + columns, y + r * size + begin);
+    }
+    gemm<T>(rows, columns, given, {x, row_stride, 1}, {matrix + begin, matrix_stride, 1}, y + begin,
+            size, augment, workspace.get());
+    for (int64_t r = 0; r < rows; ++r) {
+      partial[task * rows + r] = sq_norm(y + r * size + begin, columns);
+    }
+  });
+  for (int64_t r = 0; r < rows; ++r) {
+    sq_norms[r] = 0.0;
+    for (int task = 0; task < tasks; ++task) sq_norms[r] += partial[task * rows + r];
+  }
+}
+
+template void transform_rows<float>(const float*, int64_t, int64_t, const float*, int64_t, int64_t,
+                                    bool, float*, double*, const Executor&);
+template void transform_rows<double>(const double*, int64_t, int64_t, const double*, int64_t,
+                                     int64_t, bool, double*, double*, const Executor&);
+
+}  // namespace dpk

@@ -1,0 +1,410 @@
+"""Convolution: per-sample gradient norms and clipped sums from its input and its output's errors.
+
+For the input x ``[B, C, *spatial]`` and the errors d ``[B, O, *output]`` of Conv1d, Conv2d or
+Conv3d, sample b's gradient is, for each group, the product of its errors ``[O/g, L]`` and its
+patches ``[L, I]`` with I = C/g * K (L positions, K kernel elements). Three formulas for its norm:
+
+``materialised``  the product itself, 2 L O I flops, in cache; no patch is ever formed. The
+                  gradients are kept for the sum where they are no larger than x and d.
+``gram``          sum over positions s, t of (patch_s . patch_t)(d_s . d_t). Products of patches are
+                  sums of products of pixels, so this costs P^2 C + L^2 (O + K) for P input pixels.
+``rank_one``      one position: |patch|^2 |d|^2.
+
+Squared norms are float64. Products are float32 for float32 and half-precision inputs, added up in
+short chains and then in float64; a sample whose terms cancel so far that this cannot vouch for
+its norm (norm^2 below 1/(L O I) of |patches|^2 |d|^2, for ``gram`` below 1/(4 L) of it) is computed
+again in float64. A sample with any value that is not finite has a norm that is not, and
+contributes exactly zero.
+
+``left`` acts on the output channels, ``right`` on the I elements of a patch (I + 1: the bias is the
+weight of a constant 1). They take groups = 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dpkernels import backend
+from dpkernels.ops.clip import clip_factors, row_sq_norms, weighted_row_sum
+from dpkernels.ops.factor import Diagonal, Factor
+from dpkernels.ops.ghost import reference_conv
+from dpkernels.ops.ghost.conv_shape import (
+    FORMULAS,
+    ConvShape,
+    Size,
+    cheapest,
+    conv_shape,
+    gradients_kept,
+    plan_of,
+    why_not,
+)
+from dpkernels.ops.ghost.layer import (
+    DTYPES,
+    LayerSum,
+    apply_factor,
+    check_factor_size,
+    check_factors,
+    check_pair,
+    drop_samples,
+    sum_buffer,
+    sum_dtype,
+    write_sum,
+)
+from dpkernels.ops.ghost.plan import Plan
+
+# Per-sample gradients that a dense right factor is applied to at a time: with the result, half of
+# a 32 MiB last-level cache.
+_BLOCK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class ConvNorms:
+    """Norms of a convolution's per-sample gradients, and what the sum reuses.
+
+    sq_norms: float64 ``[B]``, of the preconditioned gradient of weight and, if asked for, bias.
+    formula: the one that ran.
+    saved: materialised: gradients ``[B, O, I]`` and ``[B, O]``, if kept; rank_one: patches
+        ``[B, g, I]`` (or I + 1) and errors ``[B, g, O/g]``, both transformed.
+    """
+
+    sq_norms: Tensor
+    formula: str
+    saved: tuple[Tensor, ...] = field(repr=False)
+    _shape: ConvShape = field(repr=False)
+    _activations: Tensor = field(repr=False)
+    _errors: Tensor = field(repr=False)  # under the left factor
+    _right: Factor | None = field(repr=False)
+    _bias: bool = field(repr=False)
+
+    def weighted_sum(
+        self,
+        factors: Tensor,
+        *,
+        out: Tensor | None = None,
+        bias_out: Tensor | None = None,
+        accumulate: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``sum_b factors[b] * gradient_b`` of weight and bias (None without one).
+
+        factors: ``[B]`` float32 (float64 for float64 inputs). 0 leaves a sample out, NaN and all.
+        out, bias_out: contiguous buffers like weight and bias, of the factors' dtype.
+        accumulate: add to the buffers instead of overwriting them.
+
+        2 B O I flops for kept gradients, else 2 B L O I. Raises ValueError for wrong buffers.
+        """
+        op, shape = "ConvNorms.weighted_sum", self._shape
+        check_factors(op, factors, shape.batch, self._activations)
+        held = [factors, self._activations, self._errors, *self.saved]
+        like = self._activations
+        weight = sum_buffer(op, "out", out, shape.weight, like, accumulate, held)
+        bias = None
+        if self._bias:
+            sizes = (shape.out_channels,)
+            bias = sum_buffer(op, "bias_out", bias_out, sizes, like, accumulate, [*held, weight])
+        elif bias_out is not None:
+            raise ValueError(f"{op}: bias_out was passed, but the norms were taken without a bias")
+        if self._right is None and self.formula == "materialised" and self.saved:
+            # Straight into the buffers.
+            targets = [weight.view(-1)] if bias is None else [weight.view(-1), bias]
+            grads = [g.flatten(1) for g in self.saved[: len(targets)]]
+            weighted_row_sum(grads, factors, out=targets, accumulate=accumulate)
+            return weight, bias
+        total, bias_total = self._sums(factors)
+        write_sum(weight, total, accumulate)
+        if bias is not None:
+            write_sum(bias, bias_total, accumulate)
+        return weight, bias
+
+    def _sums(self, factors: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums ``[O, I]`` and ``[O]``, preconditioned."""
+        columns = self._shape.columns
+        if self.formula == "rank_one":
+            patches, errors = drop_samples(factors, *self.saved)
+            weighted = errors * factors.view(-1, 1, 1)
+            total = (weighted.permute(1, 2, 0) @ patches.transpose(0, 1)).flatten(0, 1)
+            if total.shape[1] > columns:
+                return total[:, :columns], total[:, columns]
+            return total, weighted.sum(0).flatten()
+        if self.saved:
+            grads = [g.flatten(1) for g in self.saved]
+            sums = weighted_row_sum(grads, factors)
+            total, bias = sums[0].view(-1, columns), sums[1]
+        else:
+            total, bias = self._sums_again(factors)
+        if self._right is None:
+            return total, bias
+        # The right factor is the same for all samples: once, on the sum.
+        if self._right.size == columns:
+            return apply_factor(self._right, total), bias
+        both = apply_factor(self._right, torch.cat([total, bias.unsqueeze(1)], 1))
+        return both[:, :columns], both[:, columns]
+
+    def _sums_again(self, factors: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums as the weight gradient of a convolution with weighted errors."""
+        shape, dtype = self._shape, factors.dtype
+        x, d = drop_samples(factors, self._activations, self._errors)
+        d = d.to(dtype) * factors.view(-1, *[1] * (d.dim() - 1))
+        x = x.to(dtype)
+        _, total, bias = torch.ops.aten.convolution_backward(
+            d,
+            x,
+            x.new_empty(shape.weight),
+            [shape.out_channels],
+            shape.stride,
+            shape.padding,
+            shape.dilation,
+            False,
+            [0] * len(shape.stride),
+            shape.groups,
+            [False, True, True],
+        )
+        return total.reshape(shape.out_channels, shape.columns), bias
+
+
+def conv_plan(
+    activations: tuple[int, ...],
+    errors: tuple[int, ...],
+    *,
+    kernel_size: Size,
+    stride: Size = 1,
+    padding: Size = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+    bias: bool = True,
+    left: Factor | None = None,
+    right: Factor | None = None,
+) -> Plan:
+    """Return the formula that is the cheapest for these shapes; nothing is computed.
+
+    activations, errors: shapes ``[B, C, *spatial]`` and ``[B, O, *output]``.
+    The rest as for ``conv_norms``. A bias costs nothing worth counting.
+    """
+    op = "conv_plan"
+    shape = conv_shape(op, activations, errors, kernel_size, stride, padding, dilation, groups)
+    _check_sides(op, shape, bias, left, right)
+    return plan_of(shape, left, right)
+
+
+def conv_norms(
+    activations: Tensor,
+    errors: Tensor,
+    *,
+    kernel_size: Size,
+    stride: Size = 1,
+    padding: Size = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+    bias: bool = True,
+    left: Factor | None = None,
+    right: Factor | None = None,
+    formula: str = "auto",
+) -> ConvNorms:
+    """Squared norms of the (preconditioned) per-sample gradients of a convolution.
+
+    activations: its input ``[B, C, *spatial]`` with 1 to 3 spatial axes; float32, bf16, fp16 or
+        float64. Padding is zeros.
+    errors: gradient of each sample's loss by its output, ``[B, O, *output]``, same dtype.
+    kernel_size, stride, padding, dilation: a number or one for each axis; groups: as of the layer.
+    bias: whether the layer has one; its gradient is sum_t d_t (under ``left``).
+    left: factor of size O; right: of size I = C * K, or I + 1 with the bias as last coordinate.
+    formula: ``auto`` (what ``conv_plan`` says) or one of ``rank_one``, ``gram``, ``materialised``.
+
+    Raises ValueError for shapes that do not belong together and for a formula that does not apply.
+    """
+    op = "conv_norms"
+    check_pair(op, ("activations", "errors"), activations, errors)
+    shape = conv_shape(
+        op,
+        tuple(activations.shape),
+        tuple(errors.shape),
+        kernel_size,
+        stride,
+        padding,
+        dilation,
+        groups,
+    )
+    _check_sides(op, shape, bias, left, right)
+    x, d = activations.detach(), errors.detach()
+    if formula == "auto":
+        formula = cheapest(shape, left, right)
+    elif formula not in FORMULAS:
+        raise ValueError(f"{op}: no formula {formula!r}; there are auto, {', '.join(FORMULAS)}")
+    elif (reason := why_not(shape, formula, right)) is not None:
+        raise ValueError(f"{op}: formula {formula!r} does not apply: {reason}")
+    if left is not None:
+        d = apply_factor(left, d.to(sum_dtype(d.dtype)).transpose(1, -1)).transpose(1, -1)
+        x = x.to(d.dtype)
+    if formula == "rank_one":
+        sq_norms, saved = _rank_one(shape, x, d, bias, right)
+    elif isinstance(right, Factor) and not isinstance(right, Diagonal):
+        sq_norms, saved = _dense_right(shape, x, d, bias, right)
+    else:
+        scale = _column_scale(shape, right, x)
+        keep = formula == "materialised" and gradients_kept(shape)
+        sq_norms, *kept = _run(shape, x, d, bias, scale, formula, keep)
+        saved = tuple(kept) if keep else ()
+    return ConvNorms(sq_norms, formula, saved, shape, x, d, right, bias)
+
+
+def conv_clip_and_sum(
+    activations: Tensor,
+    errors: Tensor,
+    max_norm: float,
+    *,
+    kernel_size: Size,
+    stride: Size = 1,
+    padding: Size = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+    bias: bool = True,
+    left: Factor | None = None,
+    right: Factor | None = None,
+    formula: str = "auto",
+    out: Tensor | None = None,
+    bias_out: Tensor | None = None,
+    accumulate: bool = False,
+) -> LayerSum:
+    """Clip every sample's gradient of one layer to ``max_norm`` and add them up.
+
+    Arguments as for ``conv_norms`` and ``ConvNorms.weighted_sum``. L2 sensitivity: ``max_norm``.
+    """
+    norms = conv_norms(
+        activations,
+        errors,
+        kernel_size=kernel_size,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        bias=bias,
+        left=left,
+        right=right,
+        formula=formula,
+    )
+    factors = clip_factors(norms.sq_norms, max_norm, dtype=sum_dtype(activations.dtype))
+    weight, bias_sum = norms.weighted_sum(
+        factors, out=out, bias_out=bias_out, accumulate=accumulate
+    )
+    return LayerSum(weight, bias_sum, norms.sq_norms, factors)
+
+
+def _check_sides(
+    op: str, shape: ConvShape, bias: bool, left: Factor | None, right: Factor | None
+) -> None:
+    if shape.groups > 1 and (left is not None or right is not None):
+        raise ValueError(
+            f"{op}: left and right must be None for groups = {shape.groups}: a factor would mix "
+            "groups that the layer keeps apart; leave grouped convolutions unpreconditioned"
+        )
+    check_factor_size(op, "left", left, [shape.out_channels])
+    check_factor_size(op, "right", right, [shape.columns, shape.columns + 1])
+    if right is not None and right.size > shape.columns and not bias:
+        raise ValueError(
+            f"{op}: right acts on {right.size} elements, the last of them the bias, but bias=False"
+        )
+
+
+def _run(
+    shape: ConvShape,
+    x: Tensor,
+    d: Tensor,
+    bias: bool,
+    scale: Tensor | None,
+    formula: str,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    run = backend.select(_conv_norms, x.device, x.dtype)
+    result: tuple[Tensor, Tensor, Tensor] = run(x, d, *shape.geometry(), bias, scale, formula, keep)
+    return result
+
+
+def _column_scale(shape: ConvShape, right: Factor | None, x: Tensor) -> Tensor | None:
+    """Return what multiplies the gradient's columns and the bias: float64 ``[I + 1]``."""
+    if right is None:
+        return None
+    assert isinstance(right, Diagonal)
+    values = right.values.to(x.device, torch.float64)
+    return values if right.size > shape.columns else torch.cat([values, values.new_ones(1)])
+
+
+def _rank_one(
+    shape: ConvShape, x: Tensor, d: Tensor, bias: bool, right: Factor | None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    dtype = sum_dtype(x.dtype)
+    patches = reference_conv.patches(x, *shape.geometry()[:4]).to(dtype)
+    patches = patches.reshape(shape.batch, shape.groups, shape.columns)
+    errors = d.to(dtype).reshape(shape.batch, shape.groups, shape.out_channels // shape.groups)
+    augmented = right is not None and right.size > shape.columns
+    if augmented:
+        patches = torch.cat([patches, torch.ones_like(patches[..., :1])], -1)
+    patches = apply_factor(right, patches)
+    error_squares = _squares(errors)
+    sq_norms = (_squares(patches) * error_squares).sum(1)
+    if bias and not augmented:
+        sq_norms = sq_norms + error_squares.sum(1)
+    # Pixels between the taps count too: 0 times what is not finite is NaN.
+    return sq_norms + 0 * _squares(x.flatten(1)), (patches, errors)
+
+
+def _squares(x: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
+    return norms.square()
+
+
+def _dense_right(
+    shape: ConvShape, x: Tensor, d: Tensor, bias: bool, right: Factor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Apply a dense right factor to some samples' gradients at a time, and keep those if small."""
+    keep = gradients_kept(shape)
+    sample_bytes = shape.out_channels * right.size * sum_dtype(x.dtype).itemsize
+    samples = max(1, _BLOCK_BYTES // sample_bytes)
+    parts = []
+    for some_x, some_d in zip(x.split(samples), d.split(samples), strict=True):
+        unscaled, grads, bias_grads = _run(shape, some_x, some_d, True, None, "materialised", True)
+        if right.size > shape.columns:
+            both = torch.cat([grads, bias_grads.unsqueeze(2)], 2)
+            tensors = [apply_factor(right, both).flatten(1)]
+        else:
+            tensors = [apply_factor(right, grads).flatten(1)] + [bias_grads] * bias
+        # A sample that the unscaled norm finds not finite stays so.
+        parts.append((row_sq_norms(tensors) + 0 * unscaled, *([grads, bias_grads] * keep)))
+    sq_norms, *kept = (torch.cat(part) for part in zip(*parts, strict=True))
+    return sq_norms, tuple(kept)
+
+
+def _fake_conv_norms(
+    activations: Tensor,
+    errors: Tensor,
+    kernel_size: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    bias: bool,
+    scale: Tensor | None,
+    formula: str,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    columns = activations.shape[1] // groups
+    for size in kernel_size:
+        columns *= size
+    batch, rows, dtype = activations.shape[0], errors.shape[1], sum_dtype(activations.dtype)
+    return (
+        activations.new_empty(batch, dtype=torch.float64),
+        activations.new_empty((batch, rows if keep else 0, columns), dtype=dtype),
+        activations.new_empty((batch, rows if keep and bias else 0), dtype=dtype),
+    )
+
+
+_conv_norms = backend.register(
+    "ghost_conv_norms(Tensor activations, Tensor errors, int[] kernel_size, int[] stride, "
+    "int[] padding, int[] dilation, int groups, bool bias, Tensor? scale, str formula, bool keep)"
+    " -> (Tensor sq_norms, Tensor grads, Tensor bias_grads)",
+    reference=reference_conv.conv_norms,
+    fake=_fake_conv_norms,
+    dtypes=DTYPES,
+    triton="dpkernels.ops.ghost.triton_conv:conv_norms",
+)

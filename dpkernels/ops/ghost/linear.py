@@ -1,0 +1,318 @@
+"""Per-sample gradient norms and clipped gradient sums of linear layers, without the gradients.
+
+A linear layer y = W x + b has, for sample b, the gradient ``g_b = sum_t d_bt a_bt^T`` from its
+inputs (activations a) and the gradients of its outputs (errors d). Preconditioned by K-FAC it is
+``U_G g_b U_A = sum_t (U_G d_bt)(U_A a_bt)^T``: factors go onto the vectors.
+
+Squared norms are float64 and not under-estimated. Those of ``rank_one`` and of stored gradients are
+taken from the very numbers that are summed. ``gram`` and ``materialised`` add float32 products up
+in float64 (in chains of 32 on the CPU) and keep an eye on how far errors may reach: a sample whose
+terms cancel so much that float32 products cannot be trusted is done again in float64. A sample with
+a NaN or an infinity has a norm that is not finite, and with the factor 0 contributes exactly zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpkernels import backend
+from dpkernels.ops import clip
+from dpkernels.ops.factor import Diagonal, Factor, Full
+from dpkernels.ops.ghost import linear_checks as checks
+from dpkernels.ops.ghost import reference_linear as reference
+from dpkernels.ops.ghost.layer import LayerSum
+from dpkernels.ops.ghost.linear_plan import (
+    cheapest,
+    sizes_of,
+    stores_gradients,
+    transforms_gradients,
+)
+
+
+@dataclass(frozen=True)
+class LinearNorms:
+    """Squared norms of a linear layer's per-sample gradients, and what their sum is made from.
+
+    sq_norms: float64 ``[B]``, of the preconditioned weight gradient, and bias gradient if asked
+        for. Private: depends on each sample.
+    formula: the one that ran: ``rank_one``, ``gram`` or ``materialised``.
+    inputs, outputs: I and O of the layer.
+    bias: whether the bias is part of it.
+    saved: activations ``[B, T, I]`` and errors ``[B, T, O]``, transformed if there are factors; or
+        gradients ``[B, O, I]`` and, if the bias is not their last column, its ``[B, O]``.
+    stored: whether ``saved`` are gradients.
+    """
+
+    sq_norms: Tensor
+    formula: str
+    inputs: int
+    outputs: int
+    bias: bool
+    saved: tuple[Tensor, ...]
+    stored: bool = False
+
+    def weighted_sum(
+        self,
+        factors: Tensor,
+        *,
+        out: Tensor | None = None,
+        bias_out: Tensor | None = None,
+        accumulate: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return ``sum_b factors[b] * g_b`` of weight ``[O, I]`` and bias ``[O]`` (None without).
+
+        factors: float32 (float64 for float64 inputs) ``[B]``. A factor of 0 leaves its sample out
+            whatever it holds, NaN included.
+        out, bias_out: buffers to write, contiguous, of the factors' dtype. Allocated if None.
+        accumulate: add to the buffers instead of overwriting them.
+
+        2 B T I O flops as one product, or 2 B I O where gradients are stored. Raises ValueError for
+        bad input before anything is written.
+        """
+        op = "weighted_sum"
+        like = self.saved[0]
+        checks.check_weights(op, factors, self.sq_norms.shape[0], like)
+        if bias_out is not None and not self.bias:
+            raise ValueError(f"{op}: bias_out was given, but norms were taken with bias=False")
+        shape = (self.outputs, self.inputs)
+        weight = checks.output(op, "out", out, shape, like, accumulate)
+        bias = None
+        if self.bias:
+            bias = checks.output(op, "bias_out", bias_out, shape[:1], like, accumulate)
+        written = [weight] if bias is None else [weight, bias]
+        checks.check_outputs(op, written, [*self.saved, factors])
+        if self.stored:
+            totals = [weight.view(-1)] if bias is None else [weight.view(-1), bias]
+            rows = _gradient_rows(self.saved, self.inputs, self.bias)
+            clip.weighted_row_sum(rows, factors, out=totals, accumulate=accumulate)
+        else:
+            run = backend.select(_weighted_sum, like.device, like.dtype)
+            run(weight, bias, *self.saved, factors, accumulate)
+        return weight, bias
+
+
+def linear_norms(
+    activations: Tensor,
+    errors: Tensor,
+    *,
+    bias: bool = True,
+    left: Factor | None = None,
+    right: Factor | None = None,
+    formula: str = "auto",
+) -> LinearNorms:
+    """Squared norms of the per-sample gradients of a linear layer, from activations and errors.
+
+    activations: ``[B, *, I]`` float32, bfloat16, float16 or float64: the layer's inputs. All axes
+        between the first and the last are positions, T in all.
+    errors: ``[B, *, O]``, same dtype: gradients of each sample's own loss by the layer's outputs.
+    bias: include the bias gradient ``sum_t U_G d_t``.
+    left: factor on the outputs' side, of size O. right: on the inputs' side, of size I, or of size
+        I + 1, which appends a constant 1 to the activations: the last column of the gradient is
+        then the bias gradient. Both float32 (float64 for float64 inputs).
+    formula: ``rank_one`` (T = 1), ``gram``, ``materialised``, or ``auto``: what ``linear_plan``
+        finds cheapest.
+
+    The flops of each are in ``linear_plan``. Raises ValueError for bad input and for a formula that
+    does not apply.
+    """
+    op = "linear_norms"
+    a, d = checks.check_inputs(op, activations, errors)
+    checks.check_factors(op, a, d, left, right, bias)
+    sizes = sizes_of(a.shape, d.shape, right, bias)
+    checks.check_formula(op, formula, sizes)
+    chosen = cheapest(sizes, left, right) if formula == "auto" else formula
+    inputs, outputs = a.shape[2], d.shape[2]
+    augment = sizes.inputs > inputs
+    apart = bias and not augment
+    if chosen == "materialised" and stores_gradients(sizes):
+        late = transforms_gradients(sizes, left, right)
+        saved = _stored_gradients(a, d, left, right, apart, augment, late)
+        sq_norms = clip.row_sq_norms(_gradient_rows(saved, inputs, bias))
+        sq_norms = _with_rounding(sq_norms, a, d, left, right, augment)
+        return LinearNorms(sq_norms, chosen, inputs, outputs, bias, saved, stored=True)
+    if left is not None or right is not None:
+        a, d = a.to(reference.sum_dtype(a.dtype)), d.to(reference.sum_dtype(d.dtype))
+    if chosen == "rank_one":
+        a, a_sq_norms = _transform_and_measure(a, right, augment)
+        d, d_sq_norms = _transform_and_measure(d, left, False)
+        sq_norms = d_sq_norms * (a_sq_norms + 1.0 if apart else a_sq_norms)
+    else:
+        a, d = _transform(a, right, augment), _transform(d, left, False)
+        run = backend.select(_sq_norms, a.device, a.dtype)
+        sq_norms = run(a, d, apart, chosen == "gram")
+    return LinearNorms(sq_norms, chosen, inputs, outputs, bias, (a, d))
+
+
+def linear_clip_and_sum(
+    activations: Tensor,
+    errors: Tensor,
+    max_norm: float,
+    *,
+    bias: bool = True,
+    left: Factor | None = None,
+    right: Factor | None = None,
+    formula: str = "auto",
+    out: Tensor | None = None,
+    bias_out: Tensor | None = None,
+    accumulate: bool = False,
+) -> LayerSum:
+    """Clip one linear layer's per-sample gradients to ``max_norm`` and add them up.
+
+    ``linear_norms``, ``clip_factors`` and ``weighted_sum`` in one call, for a model of one layer
+    or for clipping layer by layer; arguments as theirs. The L2 sensitivity of the sum when one
+    sample is added or removed is ``max_norm``.
+    """
+    norms = linear_norms(activations, errors, bias=bias, left=left, right=right, formula=formula)
+    dtype = reference.sum_dtype(activations.dtype)
+    factors = clip.clip_factors(norms.sq_norms, max_norm, dtype=dtype)
+    weight, total = norms.weighted_sum(factors, out=out, bias_out=bias_out, accumulate=accumulate)
+    return LayerSum(weight, total, norms.sq_norms, factors)
+
+
+def _transform_and_measure(
+    x: Tensor, factor: Factor | None, augment: bool
+) -> tuple[Tensor, Tensor]:
+    """Return ``U x`` along the last axis of ``[B, T, n]``, and squared norms ``[B T]``.
+
+    augment: a constant 1 is appended to x first.
+    """
+    rows = x.flatten(0, 1)
+    if isinstance(factor, Full):
+        run = backend.select(_transform_rows, x.device, x.dtype)
+        y, sq_norms = run(rows, factor.matrix.detach(), augment)
+        return y.unflatten(0, x.shape[:2]), sq_norms
+    if factor is None:
+        return x, clip.row_sq_norms(rows)
+    if augment:
+        rows = torch.nn.functional.pad(rows, (0, 1), value=1.0)
+    if isinstance(factor, Diagonal):
+        rows = rows * factor.values
+    else:
+        inner = (rows @ factor.vectors) * (factor.values - factor.tail)
+        rows = torch.addmm(rows, inner, factor.vectors.T, beta=factor.tail)
+    rows = rows.detach()
+    return rows.unflatten(0, x.shape[:2]), clip.row_sq_norms(rows)
+
+
+def _transform(x: Tensor, factor: Factor | None, augment: bool) -> Tensor:
+    return x if factor is None else _transform_and_measure(x, factor, augment)[0]
+
+
+def _stored_gradients(
+    a: Tensor,
+    d: Tensor,
+    left: Factor | None,
+    right: Factor | None,
+    apart: bool,
+    augment: bool,
+    late: bool,
+) -> tuple[Tensor, ...]:
+    """Return gradients ``[B, O, I]`` (I + 1 if ``augment``) and, if ``apart``, of the bias.
+
+    late: apply factors to the gradients, not to activations and errors.
+    """
+    dtype = reference.sum_dtype(a.dtype)
+    a, d = a.to(dtype), d.to(dtype)
+    if not late:
+        a, d = _transform(a, right, augment), _transform(d, left, False)
+        gradients = torch.bmm(d.mT, a)
+        return (gradients, d.sum(1)) if apart else (gradients,)
+    if augment:
+        a = torch.nn.functional.pad(a, (0, 1), value=1.0)
+    gradients = _transform(torch.bmm(d.mT, a), right, False)
+    gradients = _transform(gradients.mT, left, False).mT
+    if not apart:
+        return (gradients,)
+    return gradients, _transform(d.sum(1, keepdim=True), left, False).squeeze(1)
+
+
+# Where stored gradients are less than 1/64 of their terms, what rounding left of them counts.
+_CANCELLED = 4096.0
+
+
+def _with_rounding(
+    sq_norms: Tensor,
+    a: Tensor,
+    d: Tensor,
+    left: Factor | None,
+    right: Factor | None,
+    augment: bool,
+) -> Tensor:
+    """Return the norms of stored gradients, larger by what rounding may have cost where it shows.
+
+    The sum of T terms d_t a_t^T in float32 is off by a few roundings of sum_t |d_t| |a_t|. Where
+    that is much longer than the gradient, four of them are added to its norm.
+    """
+    batch, positions = a.shape[:2]
+    a_squares, d_squares = (clip.row_sq_norms(x.flatten(0, 1)) for x in (a, d))
+    terms = ((a_squares + 1.0 if augment else a_squares) * d_squares).sqrt()
+    terms = terms.view(batch, positions).sum(1) * (_largest(left) * _largest(right))
+    rounding = 2.0 * torch.finfo(reference.sum_dtype(a.dtype)).eps * terms
+    cancelled = terms.square() > max(_CANCELLED, 4.0 * positions) * sq_norms
+    return torch.where(cancelled, (sq_norms.sqrt() + rounding).square(), sq_norms)
+
+
+def _largest(factor: Factor | None) -> Tensor | float:
+    """Return a bound of the largest singular value: the largest sum of magnitudes in a column."""
+    if factor is None:
+        return 1.0
+    if isinstance(factor, Full):
+        return factor.matrix.detach().abs().sum(0).max().double()
+    if isinstance(factor, Diagonal):
+        return factor.values.detach().abs().max().double()
+    return factor.values.detach().abs().max().clamp(min=abs(factor.tail)).double()
+
+
+def _gradient_rows(saved: tuple[Tensor, ...], inputs: int, bias: bool) -> list[Tensor]:
+    """Return stored gradients as rows of samples: of the weight and, with bias, of the bias."""
+    rows = [saved[0][:, :, :inputs].flatten(1)]
+    if bias:
+        rows.append(saved[1] if len(saved) > 1 else saved[0][:, :, -1])
+    return rows
+
+
+def _fake_sq_norms(activations: Tensor, errors: Tensor, bias: bool, gram: bool) -> Tensor:
+    return activations.new_empty(activations.shape[0], dtype=torch.float64)
+
+
+def _fake_weighted_sum(
+    out: Tensor,
+    bias_out: Tensor | None,
+    activations: Tensor,
+    errors: Tensor,
+    factors: Tensor,
+    accumulate: bool,
+) -> None:
+    return None
+
+
+def _fake_transform(x: Tensor, matrix: Tensor, augment: bool) -> tuple[Tensor, Tensor]:
+    rows = x.shape[0]
+    return x.new_empty(rows, matrix.shape[0]), x.new_empty(rows, dtype=torch.float64)
+
+
+_sq_norms = backend.register(
+    "ghost_linear_sq_norms(Tensor activations, Tensor errors, bool bias, bool gram) -> Tensor",
+    reference=reference.sq_norms,
+    fake=_fake_sq_norms,
+    dtypes=checks.DTYPES,
+    triton="dpkernels.ops.ghost.triton_linear:sq_norms",
+)
+_weighted_sum = backend.register(
+    "ghost_linear_weighted_sum_(Tensor(a!) out, Tensor(b!)? bias_out, Tensor activations, "
+    "Tensor errors, Tensor factors, bool accumulate) -> ()",
+    reference=reference.weighted_sum_,
+    fake=_fake_weighted_sum,
+    dtypes=checks.DTYPES,
+    triton="dpkernels.ops.ghost.triton_linear:weighted_sum_",
+)
+_transform_rows = backend.register(
+    "ghost_linear_transform(Tensor x, Tensor matrix, bool augment) -> (Tensor y, Tensor sq_norms)",
+    reference=reference.transform,
+    fake=_fake_transform,
+    dtypes=frozenset({torch.float32, torch.float64}),
+    triton="dpkernels.ops.ghost.triton_linear:transform",
+)

@@ -1,0 +1,50 @@
+"""Per-sample norms and weighted sums of an embedding table's gradient in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def embedding_sq_norms(
+    indices: Tensor, errors: Tensor, scale: Tensor | None, vocabulary: int, padding_index: int
+) -> Tensor:
+    """``sum over distinct tokens v of scale_v^2 |sum over t with token v of errors_t|^2``, float64.
+
+    Tokens are put in order, equal ones beside each other, and numbered within their sample; the
+    errors of one number are added up. B T D float64 numbers are held, whatever the vocabulary.
+    """
+    width = errors.shape[2]
+    ordered, order = indices.sort(dim=1, stable=True)
+    new = torch.ones_like(ordered, dtype=torch.bool)
+    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    number = new.cumsum(1) - 1
+    wide = errors.double().gather(1, order.unsqueeze(2).expand(-1, -1, width))
+    sums = torch.zeros_like(wide)
+    sums.scatter_add_(1, number.unsqueeze(2).expand(-1, -1, width), wide)
+    # Every position of a token reads the same sum; only its first one counts.
+    squares = sums.square().sum(2).gather(1, number)
+    weights = new.double()
+    if scale is not None:
+        weights = weights * scale[ordered].square()
+    return (squares * torch.where(ordered == padding_index, 0.0, weights)).sum(1)
+
+
+def embedding_weighted_sum_(
+    out: Tensor,
+    indices: Tensor,
+    errors: Tensor,
+    factors: Tensor,
+    scale: Tensor | None,
+    padding_index: int,
+    accumulate: bool,
+) -> None:
+    """``out[v] (+)= scale_v sum_b factors[b] sum over t with token v of errors[b, t]``."""
+    weights = factors.unsqueeze(1).expand(indices.shape)
+    if scale is not None:
+        weights = (weights.double() * scale[indices]).to(out.dtype)
+    weights = torch.where(indices == padding_index, 0, weights).unsqueeze(2)
+    rows = torch.where(weights != 0, errors.to(out.dtype), 0) * weights
+    if not accumulate:
+        out.zero_()
+    out.index_add_(0, indices.flatten(), rows.flatten(0, 1))

@@ -1,0 +1,178 @@
+"""Privacy rules 3 and 4 for linear layers: no norm comes out low, no non-finite sample counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dpkernels.ops import clip, ghost
+from python_tests.ops import ghost_linear_cases as cases
+
+OPERATIONS = cases.OPERATIONS
+SLACK = 1e-6
+BAD = [float("nan"), float("inf"), float("-inf")]
+
+
+def assert_clipped(a: Tensor, d: Tensor, bound: float, formula: str, bias: bool = True) -> Tensor:
+    """Assert that no sample's clipped gradient is longer than the bound; return the factors."""
+    result = ghost.linear_clip_and_sum(a, d, bound, formula=formula, bias=bias)
+    truth = cases.exact(a, d)
+    squares = (truth.weight**2).sum((1, 2)) + ((truth.bias**2).sum(1) if bias else 0)
+    lengths = result.factors.double().numpy() * np.sqrt(squares)
+    assert (lengths <= bound * (1 + SLACK)).all(), lengths / bound
+    assert result.weight.isfinite().all()
+    return result.factors
+
+
+def scaled(shape: tuple[int, ...], dtype: torch.dtype, a_scale: float, d_scale: float):
+    a, d = cases.inputs(shape, 37, 5, torch.float64)
+    largest = torch.finfo(dtype).max
+    return [(x * s).clamp(-largest, largest).to(dtype) for x, s in ((a, a_scale), (d, d_scale))]
+
+
+SCALES = [
+    (0.0, 1.0),
+    (1e-42, 1.0),
+    (1e-30, 1.0),
+    (1e-30, 1e30),
+    (1e-23, 1e15),
+    (1e30, 1e-30),
+    (1e30, 1.0),
+    (1e18, 1e18),
+    (1e4, 1e-3),
+]
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("bound", [1e-12, 1.0, 1e6])
+def test_no_contribution_is_longer_than_the_bound(
+    cpp: str, scales: tuple[float, float], bound: float
+) -> None:
+    for dtype in cases.DTYPES:
+        for shape in ((4,), (4, 35)):
+            a, d = scaled(shape, dtype, *scales)
+            for formula in ("auto", *cases.FORMULAS):
+                assert_clipped(a, d, bound, formula, bias=False)
+                assert_clipped(a, d, bound, formula)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("scales", [(0.0, 1.0), (1e-30, 1e30), (1e-23, 1e15), (1e4, 1e-3)])
+def test_no_contribution_is_longer_than_the_bound_on_any_backend(
+    backend: str, scales: tuple[float, float]
+) -> None:
+    a, d = scaled((3, 4), torch.float32, *scales)
+    for formula in cases.FORMULAS:
+        assert_clipped(a, d, 1e-12, formula, bias=False)
+
+
+def test_samples_within_the_bound_are_not_clipped(backend: str) -> None:
+    a, d = cases.inputs((3, 4), 6, 5, torch.float32)
+    longest = cases.exact(a, d).sq_norms(True).max().sqrt().item()
+    for formula in cases.FORMULAS:
+        factors = assert_clipped(a, d, longest * (1 + 1e-5), formula)
+        assert torch.equal(factors, torch.ones(3))
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7, 1.1])
+@pytest.mark.parametrize("formula", cases.FORMULAS)
+def test_long_sums_of_one_number(cpp: str, formula: str, value: float) -> None:
+    # In float32 every addition of the same number rounds the same way.
+    a, d = torch.full((2, 70, 1500), value), torch.full((2, 70, 9), 1 - value / 3)
+    assert_clipped(a, d, 1.0, formula, bias=False)
+
+
+@pytest.mark.parametrize("part", [1.0, 1e-1, 1e-2, 1e-4, 1e-6])
+@pytest.mark.parametrize("formula", cases.FORMULAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_that_cancel_over_the_positions(
+    backend: str, formula: str, part: float, dtype: torch.dtype
+) -> None:
+    # Errors alternate and activations hardly change, so `part` of a term is left of the gradient.
+    a, d = cases.inputs((2, 1), 40, 6, torch.float64)
+    signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(6)[:, None]
+    noise = torch.randn(2, 12, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    a, d = (a + part * noise).to(dtype), (d * signs).to(dtype)
+    squares = ghost.linear_norms(a, d, bias=False, formula=formula).sq_norms
+    truth = cases.exact(a, d).sq_norms(False)
+    # Never low; and longer by no more than what rounding makes of the terms.
+    terms = (a.double().square().sum(2) * d.double().square().sum(2)).sqrt().sum(1)
+    assert (squares >= truth * (1 - 2 * SLACK)).all()
+    assert (squares.sqrt() <= truth.sqrt() * (1 + SLACK) + 4 * SLACK * terms).all()
+    assert_clipped(a, d, truth.min().sqrt().item() / 2, formula, bias=False)
+
+
+@pytest.mark.parametrize("formula", cases.FORMULAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_that_vanish_have_no_negative_norm(
+    backend: str, formula: str, dtype: torch.dtype
+) -> None:
+    a, d = cases.inputs((3, 1), 40, 6, dtype)
+    a, d = torch.cat([a, a], 1), torch.cat([d, -d], 1)
+    norms = ghost.linear_norms(a, d, formula=formula)
+    assert (norms.sq_norms >= 0).all()
+    terms = (a.double().square().sum(2) * d.double().square().sum(2)).sqrt().sum(1)
+    assert (norms.sq_norms.sqrt() <= 1e-6 * terms).all()
+    # What rounding leaves of a zero is clipped, too.
+    assert_clipped(a, d, 1e-3, formula)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize(("where", "bad"), [("activations", BAD[0]), ("errors", BAD[1])])
+@pytest.mark.parametrize("shape", [(5,), (5, 4)])
+def test_a_non_finite_sample_contributes_zero(
+    backend: str, shape: tuple[int, ...], where: str, bad: float
+) -> None:
+    a, d = cases.inputs(shape, 6, 3, torch.float32)
+    wanted = ghost.linear_clip_and_sum(a[[0, 1, 3, 4]], d[[0, 1, 3, 4]], 1.0)
+    (a if where == "activations" else d)[2].view(-1)[-1] = bad
+    # Nothing may hide an infinity: not even zeros on the other side.
+    (d if where == "activations" else a)[2] = 0
+    for formula in ("auto", *cases.FORMULAS):
+        result = ghost.linear_clip_and_sum(a, d, 1.0, formula=formula)
+        assert not clip.reference.valid(result.sq_norms)[2] and result.factors[2] == 0
+        assert clip.reference.valid(result.sq_norms).sum() == 4
+        torch.testing.assert_close(result.weight, wanted.weight, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(result.bias, wanted.bias, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("right", [None, "full", "diagonal", "low_rank"])
+def test_a_non_finite_sample_is_dropped_behind_factors(cpp: str, right: str | None) -> None:
+    a, d = cases.inputs((5, 2), 6, 3, torch.float32)
+    sides = {"left": cases.factor("full", 3, torch.float32)}
+    sides["right"] = cases.factor(right, 6, torch.float32)
+    keep = [0, 1, 2, 4]
+    wanted = ghost.linear_clip_and_sum(a[keep], d[keep], 1.0, **sides)
+    a[3, 1, 2] = float("nan")
+    result = ghost.linear_clip_and_sum(a, d, 1.0, **sides)
+    assert result.factors[3] == 0
+    torch.testing.assert_close(result.weight, wanted.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_non_finite_samples_alone_add_up_to_zero(backend: str) -> None:
+    a, d = torch.full((3, 2, 5), float("nan")), torch.ones(3, 2, 4)
+    out, bias_out = torch.full((4, 5), 0.1), torch.full((4,), 0.1)
+    for formula in cases.FORMULAS:
+        result = ghost.linear_clip_and_sum(a, d, 1.0, formula=formula)
+        assert not result.weight.any() and result.bias is not None and not result.bias.any()
+        ghost.linear_clip_and_sum(
+            a, d, 1.0, formula=formula, out=out, bias_out=bias_out, accumulate=True
+        )
+    assert torch.equal(out, torch.full((4, 5), 0.1)) and torch.equal(bias_out, out[:, 0])
+
+
+def test_the_norm_with_factors_is_of_what_is_summed(cpp: str) -> None:
+    # Rank one: norms come from the very vectors that are summed, whatever the transform rounds.
+    a, d = cases.inputs((7,), 30, 20, torch.float32)
+    sides = {
+        name: cases.factor("full", n, torch.float32) for name, n in (("left", 20), ("right", 30))
+    }
+    norms = ghost.linear_norms(a, d, bias=False, **sides)
+    for index in range(7):
+        alone = torch.zeros(7)
+        alone[index] = 1.0
+        weight, _ = norms.weighted_sum(alone)
+        length = weight.double().norm().item()
+        assert length == pytest.approx(norms.sq_norms[index].sqrt().item(), rel=1e-7)
