@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 #include "common/gemm.h"
 #include "common/isa.h"
@@ -84,14 +83,13 @@ dpk::MatrixView<T> view(const py::buffer_info& x) {
 template <class T>
 void gemm_of(const py::buffer_info& a, const py::buffer_info& b, const py::buffer_info& c,
              bool accumulate, bool upper) {
-  std::vector<char> workspace(dpk::gemm_workspace_bytes<T>());
   const int64_t m = a.shape[0], k = a.shape[1], n = b.shape[1];
   T* const out = static_cast<T*>(c.ptr);
   const int64_t ldc = c.strides[0] / static_cast<int64_t>(sizeof(T));
   if (upper) {
-    dpk::gemm_upper<T>(n, k, view<T>(a), view<T>(b), out, ldc, accumulate, workspace.data());
+    dpk::gemm_upper<T>(n, k, view<T>(a), view<T>(b), out, ldc, accumulate);
   } else {
-    dpk::gemm<T>(m, n, k, view<T>(a), view<T>(b), out, ldc, accumulate, workspace.data());
+    dpk::gemm<T>(m, n, k, view<T>(a), view<T>(b), out, ldc, accumulate);
   }
 }
 

@@ -1,10 +1,22 @@
 #include "common/gemm.h"
 
+#include <memory>
+
 #include "common/element.h"
 #define DPK_KERNELS "common/gemm.inl"
 #include "common/for_each_isa.h"
 
 namespace dpk {
+namespace {
+
+template <class T>
+void* workspace_of_this_thread() {
+  // Not initialised: untouched pages of it are never brought in.
+  thread_local const std::unique_ptr<char[]> memory(new char[gemm_workspace_bytes<T>()]);
+  return memory.get();
+}
+
+}  // namespace
 
 template <class T>
 int64_t gemm_workspace_bytes() {
@@ -15,14 +27,16 @@ template <class T>
 void gemm(int64_t m, int64_t n, int64_t k, MatrixView<T> a, MatrixView<T> b, T* c, int64_t ldc,
           bool accumulate, void* workspace) {
   DPK_FOR_ISA(active_isa(), gemm_blocks<T>)
-  (m, n, k, a, b, c, ldc, accumulate, /*upper=*/false, workspace);
+  (m, n, k, a, b, c, ldc, accumulate, /*upper=*/false,
+   workspace ? workspace : workspace_of_this_thread<T>());
 }
 
 template <class T>
 void gemm_upper(int64_t n, int64_t k, MatrixView<T> a, MatrixView<T> b, T* c, int64_t ldc,
                 bool accumulate, void* workspace) {
   DPK_FOR_ISA(active_isa(), gemm_blocks<T>)
-  (n, n, k, a, b, c, ldc, accumulate, /*upper=*/true, workspace);
+  (n, n, k, a, b, c, ldc, accumulate, /*upper=*/true,
+   workspace ? workspace : workspace_of_this_thread<T>());
 }
 
 template int64_t gemm_workspace_bytes<float>();

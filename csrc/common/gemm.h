@@ -30,7 +30,9 @@ struct GemmBlocks {
   static constexpr int64_t kPackedB = kDepth * kCols;
 };
 
-// How many bytes of workspace the functions below need, whatever the sizes.
+// How many bytes of workspace the functions below need, whatever the sizes. Without one they take
+// memory that the thread keeps from its first call to its end: pages that are new in every call
+// cost as much as a small product.
 template <class T>
 int64_t gemm_workspace_bytes();
 
@@ -38,13 +40,13 @@ int64_t gemm_workspace_bytes();
 // T is float or double. Does not read c unless `accumulate`; k may be 0.
 template <class T>
 void gemm(int64_t m, int64_t n, int64_t k, MatrixView<T> a, MatrixView<T> b, T* c, int64_t ldc,
-          bool accumulate, void* workspace);
+          bool accumulate, void* workspace = nullptr);
 
 // The upper triangle of c = a b (n x n), for products that are known to be symmetric; elements
 // below the diagonal are left as they are, except inside the tiles that the diagonal crosses,
 // whose values there are unspecified. Half of the work.
 template <class T>
 void gemm_upper(int64_t n, int64_t k, MatrixView<T> a, MatrixView<T> b, T* c, int64_t ldc,
-                bool accumulate, void* workspace);
+                bool accumulate, void* workspace = nullptr);
 
 }  // namespace dpk

@@ -92,7 +92,6 @@ class SumPass {
   void part(int64_t o, int64_t o_end, int64_t i, int64_t i_end) const {
     const int64_t rows_here = std::min(kRowBlock, batch_.batch * batch_.positions);
     const auto scaled = std::make_unique_for_overwrite<T[]>(rows_here * (o_end - o));
-    const auto workspace = std::make_unique_for_overwrite<char[]>(gemm_workspace_bytes<T>());
     std::vector<T> copied;
     // Sums, and behind them what they round off.
     std::vector<double> bias(bias_out_ != nullptr && i == 0 ? 2 * (o_end - o) : 0, 0.0);
@@ -102,8 +101,7 @@ class SumPass {
       const Rows rows = take(next);
       scale(rows, o, o_end, scaled.get(), bias);
       gemm<T>(o_end - o, i_end - i, rows.count, {scaled.get(), 1, o_end - o},
-              activations(rows, i, i_end, copied), out_ + o * inputs_ + i, inputs_, add,
-              workspace.get());
+              activations(rows, i, i_end, copied), out_ + o * inputs_ + i, inputs_, add);
       add = true;
     } while (next < batch_.batch * batch_.positions);
     const int64_t half = static_cast<int64_t>(bias.size()) / 2;
@@ -191,13 +189,12 @@ void transform_rows(const T* x, int64_t row_stride, int64_t rows, const T* matri
   for_each_task(executor, tasks, [&](int task) {
     const int64_t begin = part_begin(size, task, tasks);
     const int64_t columns = part_begin(size, task + 1, tasks) - begin;
-    const auto workspace = std::make_unique_for_overwrite<char[]>(gemm_workspace_bytes<T>());
     if (augment) {
       const T* const last = matrix + given * matrix_stride + begin;
       for (int64_t r = 0; r < rows; ++r) std::copy(last, last + columns, y + r * size + begin);
     }
     gemm<T>(rows, columns, given, {x, row_stride, 1}, {matrix + begin, matrix_stride, 1}, y + begin,
-            size, augment, workspace.get());
+            size, augment);
     for (int64_t r = 0; r < rows; ++r) {
       partial[task * rows + r] = sq_norm(y + r * size + begin, columns);
     }

@@ -24,11 +24,6 @@ void scale_rows(const T* x, int64_t x_stride, T factor, int64_t rows, int64_t co
   }
 }
 
-template <class T>
-int64_t task_bytes(int64_t elements) {
-  return gemm_workspace_bytes<T>() + elements * static_cast<int64_t>(sizeof(T));
-}
-
 int useful_tasks(int64_t units, const Executor& executor) {
   return static_cast<int>(std::clamp<int64_t>(units, 1, executor.threads));
 }
@@ -36,21 +31,20 @@ int useful_tasks(int64_t units, const Executor& executor) {
 // One block of rows of apply_low_rank; `inner` holds block * rank.
 template <class T>
 void low_rank_block(const Side<T>& side, bool bias, const T* x, int64_t x_stride, int64_t rows,
-                    T* out, T* inner, void* gemm_space) {
+                    T* out, T* inner) {
   const int64_t n = side.size - bias, rank = side.rank;
   const T* const last = side.data + n * rank;
   if (bias) {
     for (int64_t i = 0; i < rows; ++i) std::memcpy(inner + i * rank, last, rank * sizeof(T));
   }
-  gemm<T>(rows, rank, n, row_major(x, x_stride), row_major(side.data, rank), inner, rank, bias,
-          gemm_space);
+  gemm<T>(rows, rank, n, row_major(x, x_stride), row_major(side.data, rank), inner, rank, bias);
   for (int64_t i = 0; i < rows; ++i) {
     for (int64_t k = 0; k < rank; ++k) inner[i * rank + k] *= side.gains[k];
   }
   scale_rows(x, x_stride, side.tail, rows, n, out, side.size);
   for (int64_t i = 0; bias && i < rows; ++i) out[i * side.size + n] = side.tail;
   gemm<T>(rows, side.size, rank, row_major(inner, rank), row_major(side.data, rank).transposed(),
-          out, side.size, true, gemm_space);
+          out, side.size, true);
 }
 
 // What one thread needs to put both sides onto one matrix.
@@ -59,7 +53,6 @@ struct MatrixTask {
   int64_t rows, cols;
   T* half;
   T* inner;
-  void* gemm_space;
 
   void right(const Side<T>& side, const T* x, T* out) const {
     switch (side.form) {
@@ -72,11 +65,10 @@ struct MatrixTask {
         }
         return;
       case Form::full:
-        gemm<T>(rows, cols, cols, row_major(x, cols), row_major(side.data, cols), out, cols, false,
-                gemm_space);
+        gemm<T>(rows, cols, cols, row_major(x, cols), row_major(side.data, cols), out, cols, false);
         return;
       case Form::low_rank:
-        low_rank_block(side, false, x, cols, rows, out, inner, gemm_space);
+        low_rank_block(side, false, x, cols, rows, out, inner);
     }
   }
 
@@ -92,18 +84,17 @@ struct MatrixTask {
         }
         return;
       case Form::full:
-        gemm<T>(rows, cols, rows, row_major(side.data, rows), row_major(x, cols), out, cols, false,
-                gemm_space);
+        gemm<T>(rows, cols, rows, row_major(side.data, rows), row_major(x, cols), out, cols, false);
         return;
       case Form::low_rank:
         gemm<T>(rank, cols, rows, row_major(side.data, rank).transposed(), row_major(x, cols),
-                inner, cols, false, gemm_space);
+                inner, cols, false);
         for (int64_t k = 0; k < rank; ++k) {
           scale_rows(inner + k * cols, cols, side.gains[k], 1, cols, inner + k * cols, cols);
         }
         scale_rows(x, cols, side.tail, rows, cols, out, cols);
         gemm<T>(rows, cols, rank, row_major(side.data, rank), row_major(inner, cols), out, cols,
-                true, gemm_space);
+                true);
     }
   }
 };
@@ -119,7 +110,7 @@ int64_t matrix_elements(const Side<T>& left, const Side<T>& right, const Matrice
 
 template <class T>
 int64_t low_rank_workspace_bytes(const Side<T>& side, const Executor& executor) {
-  return executor.threads * task_bytes<T>(kBlockRows * side.rank);
+  return executor.threads * kBlockRows * side.rank * static_cast<int64_t>(sizeof(T));
 }
 
 template <class T>
@@ -128,13 +119,11 @@ void apply_low_rank(const Side<T>& side, bool bias, const T* x, int64_t x_stride
   const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;
   const int tasks = useful_tasks(blocks, executor);
   for_each_task(executor, tasks, [&](int task) {
-    char* const gemm_space =
-        static_cast<char*>(workspace) + task * task_bytes<T>(kBlockRows * side.rank);
-    T* const inner = reinterpret_cast<T*>(gemm_space + gemm_workspace_bytes<T>());
+    T* const inner = static_cast<T*>(workspace) + task * kBlockRows * side.rank;
     const int64_t end = rows * (task + 1) / tasks;
     for (int64_t row = rows * task / tasks; row < end; row += kBlockRows) {
       low_rank_block(side, bias, x + row * x_stride, x_stride, std::min(kBlockRows, end - row),
-                     out + row * side.size, inner, gemm_space);
+                     out + row * side.size, inner);
     }
   });
 }
@@ -142,7 +131,8 @@ void apply_low_rank(const Side<T>& side, bool bias, const T* x, int64_t x_stride
 template <class T>
 int64_t both_workspace_bytes(const Side<T>& left, const Side<T>& right, const Matrices<T>& matrices,
                              const Executor& executor) {
-  return executor.threads * task_bytes<T>(matrix_elements(left, right, matrices));
+  return executor.threads * matrix_elements(left, right, matrices) *
+         static_cast<int64_t>(sizeof(T));
 }
 
 template <class T>
@@ -152,9 +142,8 @@ void apply_both(const Side<T>& left, const Side<T>& right, const Matrices<T>& ma
   const int64_t size = matrices.rows * matrices.cols;
   const int tasks = useful_tasks(matrices.count, executor);
   for_each_task(executor, tasks, [&](int task) {
-    char* const gemm_space = static_cast<char*>(workspace) + task * task_bytes<T>(elements);
-    T* const half = reinterpret_cast<T*>(gemm_space + gemm_workspace_bytes<T>());
-    const MatrixTask<T> apply{matrices.rows, matrices.cols, half, half + size, gemm_space};
+    T* const half = static_cast<T*>(workspace) + task * elements;
+    const MatrixTask<T> apply{matrices.rows, matrices.cols, half, half + size};
     const int64_t end = matrices.count * (task + 1) / tasks;
     for (int64_t i = matrices.count * task / tasks; i < end; ++i) {
       const T* const x = matrices.x + i * size;

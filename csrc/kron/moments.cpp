@@ -39,13 +39,12 @@ template <class T>
 class TriangleSum {
  public:
   // `sum` holds elements(size, bias), of anything.
-  TriangleSum(int64_t size, bool bias, T* sum, void* gemm_space)
+  TriangleSum(int64_t size, bool bias, T* sum)
       : size_(size),
         bias_(bias),
         stride_(stride(size, bias)),
         sum_(sum),
-        row_sum_(sum + (size + bias) * stride_),
-        gemm_space_(gemm_space) {
+        row_sum_(sum + (size + bias) * stride_) {
     std::fill(row_sum_, row_sum_ + stride_, T(0));
   }
 
@@ -63,9 +62,9 @@ class TriangleSum {
       add_rows(x, rows, size_, row_sum_);
     } else if (bias_) {
       // The sum of the rows is a product with ones, all of them the same one.
-      gemm<T>(1, size_, rows, {&kOne<T>, 0, 0}, x, row_sum_, stride_, true, gemm_space_);
+      gemm<T>(1, size_, rows, {&kOne<T>, 0, 0}, x, row_sum_, stride_, true);
     }
-    gemm_upper<T>(size_, rows, x.transposed(), x, sum_, stride_, rows_ > 0, gemm_space_);
+    gemm_upper<T>(size_, rows, x.transposed(), x, sum_, stride_, rows_ > 0);
     rows_ += rows;
   }
 
@@ -83,7 +82,6 @@ class TriangleSum {
   int64_t stride_;
   T* sum_;
   T* row_sum_;
-  void* gemm_space_;
   int64_t rows_ = 0;
 };
 
@@ -104,18 +102,17 @@ MomentPlan plan_moment(const MomentRows<T>& rows, bool bias, const Executor& exe
 }
 
 template <class T>
-void sum_over_tiles(const MomentRows<T>& rows, bool bias, T* out, char* workspace, int tasks,
+void sum_over_tiles(const MomentRows<T>& rows, bool bias, T* out, int tasks,
                     const Executor& executor) {
   const int64_t n = rows.size + bias;
   for_each_task(executor, tasks, [&](int task) {
-    void* const gemm_space = workspace + task * gemm_workspace_bytes<T>();
     const auto product = [&](int64_t row, int64_t height, int64_t col, int64_t width) {
       for (int64_t s = 0; s < rows.segments; ++s) {
         const T* const x = rows.data + s * rows.segment_stride;
         const MatrixView<T> a{x + row * rows.col_stride, rows.col_stride, rows.row_stride};
         MatrixView<T> b{x + col * rows.col_stride, rows.row_stride, rows.col_stride};
         if (col == rows.size) b = {&kOne<T>, 0, 0};
-        gemm<T>(height, width, rows.length, a, b, out + row * n + col, n, s > 0, gemm_space);
+        gemm<T>(height, width, rows.length, a, b, out + row * n + col, n, s > 0);
       }
     };
     int64_t index = 0;
@@ -132,12 +129,11 @@ void sum_over_tiles(const MomentRows<T>& rows, bool bias, T* out, char* workspac
 }
 
 template <class T>
-void sum_over_rows(const MomentRows<T>& rows, bool bias, T* sums, char* workspace, int tasks,
+void sum_over_rows(const MomentRows<T>& rows, bool bias, T* sums, int tasks,
                    const Executor& executor) {
   const int64_t elements = TriangleSum<T>::elements(rows.size, bias);
   for_each_task(executor, tasks, [&](int task) {
-    TriangleSum<T> sum(rows.size, bias, sums + task * elements,
-                       workspace + task * gemm_workspace_bytes<T>());
+    TriangleSum<T> sum(rows.size, bias, sums + task * elements);
     const int64_t end = rows.count() * (task + 1) / tasks;
     for (int64_t row = rows.count() * task / tasks; row < end;) {
       const int64_t segment = row / rows.length, within = row % rows.length;
@@ -165,8 +161,7 @@ template <class T>
 int64_t second_moment_workspace_bytes(const MomentRows<T>& rows, bool bias,
                                       const Executor& executor) {
   const MomentPlan plan = plan_moment(rows, bias, executor);
-  const int64_t sum = plan.over_tiles ? 0 : sum_bytes<T>(rows.size, bias);
-  return plan.tasks * (gemm_workspace_bytes<T>() + sum);
+  return plan.over_tiles ? 0 : plan.tasks * sum_bytes<T>(rows.size, bias);
 }
 
 template <class T>
@@ -174,13 +169,12 @@ void second_moment(const MomentRows<T>& rows, bool bias, double scale, T* out, v
                    const Executor& executor) {
   const int64_t n = rows.size + bias;
   const MomentPlan plan = plan_moment(rows, bias, executor);
-  char* const spaces = static_cast<char*>(workspace);
   if (plan.over_tiles) {
-    sum_over_tiles(rows, bias, out, spaces, plan.tasks, executor);
+    sum_over_tiles(rows, bias, out, plan.tasks, executor);
     return mirror<T>({out, 1, 0, n, n}, nullptr, scale, out, executor);
   }
-  T* const sums = reinterpret_cast<T*>(spaces + plan.tasks * gemm_workspace_bytes<T>());
-  sum_over_rows(rows, bias, sums, spaces, plan.tasks, executor);
+  T* const sums = static_cast<T*>(workspace);
+  sum_over_rows(rows, bias, sums, plan.tasks, executor);
   const int64_t elements = TriangleSum<T>::elements(rows.size, bias);
   mirror<T>({sums, plan.tasks, elements, n, TriangleSum<T>::stride(rows.size, bias)}, nullptr,
             scale, out, executor);
@@ -189,7 +183,7 @@ void second_moment(const MomentRows<T>& rows, bool bias, double scale, T* out, v
 template <class T>
 int64_t conv_workspace_bytes(const Convolution& shape, bool bias, const Executor& executor) {
   return conv_tasks(shape, executor) *
-         (gemm_workspace_bytes<T>() + shape.groups * sum_bytes<T>(shape.patch(), bias) +
+         (shape.groups * sum_bytes<T>(shape.patch(), bias) +
           Patches<T>::elements(shape, kDepth) * static_cast<int64_t>(sizeof(T)));
 }
 
@@ -200,14 +194,12 @@ void conv_second_moment(const Convolution& shape, const T* x, bool bias, double 
   const int64_t elements = TriangleSum<T>::elements(size, bias);
   const int tasks = conv_tasks(shape, executor);
   const int64_t units = shape.batch * shape.groups;
-  char* const spaces = static_cast<char*>(workspace);
-  T* const sums = reinterpret_cast<T*>(spaces + tasks * gemm_workspace_bytes<T>());
+  T* const sums = static_cast<T*>(workspace);
   T* const buffers = sums + tasks * shape.groups * elements;
   for_each_task(executor, tasks, [&](int task) {
     Patches<T> patches(shape, kDepth, buffers + task * Patches<T>::elements(shape, kDepth));
     for (int64_t group = 0; group < shape.groups; ++group) {
-      TriangleSum<T> sum(size, bias, sums + (group * tasks + task) * elements,
-                         spaces + task * gemm_workspace_bytes<T>());
+      TriangleSum<T> sum(size, bias, sums + (group * tasks + task) * elements);
       const auto add = [&](const T* rows, int64_t count) {
         sum.add({rows, patches.row_stride(), 1}, count);
       };

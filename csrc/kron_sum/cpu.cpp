@@ -57,8 +57,8 @@ int64_t scratch_elements(const KronSumLayer<T>* layers, int64_t count) {
 // Rows [begin, end) of one layer: [g_1 x, .., g_n x] times [a_1; ..; a_n] is one long product,
 // which adds up the clients on the way.
 template <class T>
-void sum_rows(const KronSumLayer<T>& layer, int64_t begin, int64_t end, bool accumulate, T* scratch,
-              void* gemm_space) {
+void sum_rows(const KronSumLayer<T>& layer, int64_t begin, int64_t end, bool accumulate,
+              T* scratch) {
   const int64_t rows = layer.rows, cols = layer.cols, width = layer.clients * cols;
   T* const difference = scratch + rows * width;
   for (int64_t i = 0; i < layer.clients; ++i) {
@@ -69,15 +69,15 @@ void sum_rows(const KronSumLayer<T>& layer, int64_t begin, int64_t end, bool acc
       factor = difference;
     }
     gemm<T>(end - begin, cols, rows, {layer.g + (i * rows + begin) * rows, rows, 1},
-            {factor, cols, 1}, scratch + i * cols, width, false, gemm_space);
+            {factor, cols, 1}, scratch + i * cols, width, false);
   }
   gemm<T>(end - begin, cols, width, {scratch, width, 1}, {layer.a, cols, 1},
-          layer.out + begin * cols, cols, accumulate, gemm_space);
+          layer.out + begin * cols, cols, accumulate);
 }
 
 template <class T>
 int64_t task_bytes(int64_t scratch) {
-  return gemm_workspace_bytes<T>() + scratch * static_cast<int64_t>(sizeof(T));
+  return scratch * static_cast<int64_t>(sizeof(T));
 }
 
 }  // namespace
@@ -94,13 +94,12 @@ void kron_sum(const KronSumLayer<T>* layers, int64_t count, bool accumulate, voi
   const std::vector<Share> begins = shares(layers, count, executor);
   const int64_t scratch = scratch_elements(layers, count);
   for_each_task(executor, static_cast<int>(begins.size()) - 1, [&](int task) {
-    char* const gemm_space = static_cast<char*>(workspace) + task * task_bytes<T>(scratch);
-    T* const space = reinterpret_cast<T*>(gemm_space + gemm_workspace_bytes<T>());
+    T* const space = static_cast<T*>(workspace) + task * scratch;
     const Share from = begins[task], to = begins[task + 1];
     for (int64_t l = from.layer; l < count && l <= to.layer; ++l) {
       const int64_t begin = l == from.layer ? from.row : 0;
       const int64_t end = l == to.layer ? to.row : layers[l].rows;
-      if (begin < end) sum_rows(layers[l], begin, end, accumulate, space, gemm_space);
+      if (begin < end) sum_rows(layers[l], begin, end, accumulate, space);
     }
   });
 }

@@ -8,6 +8,8 @@
 #include <c10/core/InferenceMode.h>
 #include <torch/library.h>
 
+#include <cmath>
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -63,6 +65,12 @@ at::Tensor sofim_step_(at::TensorList params, at::TensorList momentum, at::Tenso
       "params, momentum and grads must be lists of one length, at least 1");
   const at::ScalarType type = params[0].scalar_type(), grad_type = grads[0].scalar_type();
   TORCH_CHECK_VALUE(is_compiled_type(type), "params must be float32 or float64, got ", type);
+  const double most =
+      type == at::kDouble ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
+  // False for NaN, too.
+  TORCH_CHECK_VALUE(beta >= 0 && beta < 1 && rho > 0 && std::isfinite(rho) && lr >= 0 &&
+                        std::isfinite(lr) && lr / rho <= most,
+                    "beta must be in [0, 1), rho > 0, lr >= 0 and lr / rho a finite number");
   std::vector<at::Tensor> written;
   const auto add_written = [&written](const at::Tensor& x) {
     TORCH_CHECK_VALUE(!x.requires_grad() && (!x.is_inference() || c10::InferenceMode::is_enabled()),

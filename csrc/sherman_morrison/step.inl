@@ -2,14 +2,25 @@
 
 // Gradients of G; parameters and momentum are float, or double for double.
 
-// sums[0] = M.G and sums[1] = |M|^2 of the momentum M = beta m + (1 - beta) g that is to come.
+DPK_INLINE vf load_grad(const float* p) { return load_float(p); }
+DPK_INLINE vf load_grad(const BFloat16* p) { return load_float(p); }
+DPK_INLINE vf load_grad(const Float16* p) { return load_float(p); }
+DPK_INLINE vd load_grad(const double* p) { return load_as<vd>(p); }
+
+DPK_INLINE double sum_of_lanes(vd x) {
+  double total = 0.0;
+  for (int lane = 0; lane < kLanes / 2; ++lane) total += x[lane];
+  return total;
+}
+
+// sums[0] = M.G and sums[1] = |M|^2 of the momentum M = beta m + (1 - beta) g that is to come, with
+// every product in double.
 template <class G>
-void step_dots(const typename SumOf<G>::type* m, const void* grad, int64_t n, double beta,
-               double* sums) {
+void step_dots_wide(const typename SumOf<G>::type* m, const G* g, int64_t n, double beta,
+                    double* sums) {
   constexpr int kStep = kLanes / 2;
   // Chains of additions for each sum: eight together keep the adder busy (latency 4, two a cycle).
   constexpr int kChains = 4;
-  const G* g = static_cast<const G*>(grad);
   const double weight = 1.0 - beta;
   vd dots[kChains], squares[kChains];
   for (int k = 0; k < kChains; ++k) dots[k] = squares[k] = vd{};
@@ -22,15 +33,8 @@ void step_dots(const typename SumOf<G>::type* m, const void* grad, int64_t n, do
       squares[k] += momentum * momentum;
     }
   }
-  for (int k = 1; k < kChains; ++k) {
-    dots[0] += dots[k];
-    squares[0] += squares[k];
-  }
-  double dot = 0.0, square = 0.0;
-  for (int lane = 0; lane < kStep; ++lane) {
-    dot += dots[0][lane];
-    square += squares[0][lane];
-  }
+  double dot = sum_of_lanes((dots[0] + dots[1]) + (dots[2] + dots[3]));
+  double square = sum_of_lanes((squares[0] + squares[1]) + (squares[2] + squares[3]));
   for (; i < n; ++i) {
     const double gradient = to_float(g[i]);
     const double momentum = beta * double(m[i]) + weight * gradient;
@@ -41,10 +45,63 @@ void step_dots(const typename SumOf<G>::type* m, const void* grad, int64_t n, do
   sums[1] = square;
 }
 
-DPK_INLINE vf load_grad(const float* p) { return load_float(p); }
-DPK_INLINE vf load_grad(const BFloat16* p) { return load_float(p); }
-DPK_INLINE vf load_grad(const Float16* p) { return load_float(p); }
-DPK_INLINE vd load_grad(const double* p) { return load_as<vd>(p); }
+// The same for whole runs of elements; returns how many those are. Each lane of a run is a float
+// sum of 8 products, runs are added up in double: twice as fast as conversions of every element.
+template <class G>
+int64_t step_dots_in_runs(const float* m, const G* g, int64_t n, double beta, double* sums) {
+  constexpr int kChains = 4, kTerms = 2;
+  const float keep = float(beta), weight = float(1.0 - beta);
+  vd dots[2] = {}, squares[2] = {};
+  int64_t i = 0;
+  for (; i + kChains * kTerms * kLanes <= n; i += kChains * kTerms * kLanes) {
+    vf dot[kChains], square[kChains];
+    for (int k = 0; k < kChains; ++k) dot[k] = square[k] = vf{};
+    for (int term = 0; term < kTerms; ++term) {
+      for (int k = 0; k < kChains; ++k) {
+        const int64_t at = i + (term * kChains + k) * kLanes;
+        const vf gradient = load_grad(g + at);
+        const vf momentum = keep * load_float(m + at) + weight * gradient;
+        dot[k] += momentum * gradient;
+        square[k] += momentum * momentum;
+      }
+    }
+    const vf runs[2] = {(dot[0] + dot[1]) + (dot[2] + dot[3]),
+                        (square[0] + square[1]) + (square[2] + square[3])};
+    float lanes[2][kLanes];
+    __builtin_memcpy(lanes, runs, sizeof(lanes));
+    for (int half = 0; half < 2; ++half) {
+      dots[half] += load_double(lanes[0] + half * (kLanes / 2));
+      squares[half] += load_double(lanes[1] + half * (kLanes / 2));
+    }
+  }
+  sums[0] = sum_of_lanes(dots[0] + dots[1]);
+  sums[1] = sum_of_lanes(squares[0] + squares[1]);
+  return i;
+}
+
+// Whether float products lost nothing: infinities, and sums so small that products may have been
+// rounded to zero or to denormals (1e-38) in them, say no.
+DPK_INLINE bool is_safe_in_float(double sum) {
+  const double magnitude = sum < 0 ? -sum : sum;
+  return magnitude > 1e-25 && magnitude < 1e300;
+}
+
+// sums[0] = M.G and sums[1] = |M|^2 of one block.
+template <class G>
+void step_dots(const typename SumOf<G>::type* m, const void* grad, int64_t n, double beta,
+               double* sums) {
+  const G* g = static_cast<const G*>(grad);
+  int64_t done = 0;
+  double runs[2] = {0.0, 0.0};
+  if constexpr (sizeof(*m) == sizeof(float)) {
+    done = step_dots_in_runs<G>(m, g, n, beta, runs);
+    if (!is_safe_in_float(runs[0]) || !is_safe_in_float(runs[1])) done = 0;
+    if (done == 0) runs[0] = runs[1] = 0.0;
+  }
+  step_dots_wide<G>(m + done, g + done, n - done, beta, sums);
+  sums[0] += runs[0];
+  sums[1] += runs[1];
+}
 
 // m <- beta m + (1 - beta) g;  theta <- theta - along_grad g + along_momentum m.
 template <class G>

@@ -1,4 +1,4 @@
-"""What the layers of this room share: factors on an axis, buffers for sums, dropped samples."""
+"""What the layers of this room share: checks, buffers for sums, dropped samples, rounding."""
 
 from __future__ import annotations
 
@@ -58,17 +58,26 @@ def check_factor_size(op: str, name: str, factor: Factor | None, sizes: Sequence
         )
 
 
-def apply_factor(factor: Factor | None, x: Tensor) -> Tensor:
-    """Return ``x`` with ``factor`` applied to its last axis; ``x`` itself for None."""
+def check_factor(
+    op: str, name: str, factor: Factor | None, sizes: Sequence[int], like: Tensor
+) -> None:
+    """Raise ValueError unless ``factor`` is None or fits, in the dtype of sums of ``like``."""
+    check_factor_size(op, name, factor, sizes)
+    wanted = sum_dtype(like.dtype)
+    for part in _parts(factor):
+        if part.dtype != wanted or part.device != like.device:
+            raise ValueError(
+                f"{op}: {name} must be {wanted} on {like.device} for inputs {describe(like)}, got "
+                f"{describe(part)}; convert it once, where it is made"
+            )
+
+
+def _parts(factor: Factor | None) -> list[Tensor]:
     if factor is None:
-        return x
+        return []
     if isinstance(factor, Full):
-        return x @ factor.matrix.to(x.dtype)
-    if isinstance(factor, Diagonal):
-        return x * factor.values.to(x.dtype)
-    vectors = factor.vectors.to(x.dtype)
-    middle = (x @ vectors) * (factor.values.to(x.dtype) - factor.tail)
-    return x * factor.tail + middle @ vectors.mT
+        return [factor.matrix]
+    return [factor.values] if isinstance(factor, Diagonal) else [factor.vectors, factor.values]
 
 
 def check_factors(op: str, factors: Tensor, batch: int, like: Tensor) -> None:
@@ -111,6 +120,32 @@ def sum_buffer(
     return out
 
 
+def sum_buffers(
+    op: str,
+    buffers: tuple[Tensor | None, Tensor | None],
+    shapes: tuple[Sequence[int], Sequence[int] | None],
+    like: Tensor,
+    accumulate: bool,
+    inputs: Sequence[Tensor],
+) -> tuple[Tensor, Tensor | None]:
+    """Return the buffers of weight and bias, checked or new; None where there is no bias.
+
+    buffers: ``out`` and ``bias_out`` as passed; shapes: of both, None for no bias.
+    """
+    out, bias_out = buffers
+    shape, bias_shape = shapes
+    weight = sum_buffer(op, "out", out, shape, like, accumulate, inputs)
+    if bias_shape is None:
+        if bias_out is not None:
+            raise ValueError(
+                f"{op}: bias_out was passed, but the norms were taken with bias=False; leave it "
+                "out, or take the norms with the bias"
+            )
+        return weight, None
+    others = [*inputs, weight]
+    return weight, sum_buffer(op, "bias_out", bias_out, bias_shape, like, accumulate, others)
+
+
 def write_sum(out: Tensor, total: Tensor, accumulate: bool) -> None:
     """``out (+)= total``, which has as many elements."""
     total = total.reshape(out.shape)
@@ -130,3 +165,32 @@ def drop_samples(factors: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     if factors.device.type == "cpu" and not torch.compiler.is_compiling() and bool(kept.all()):
         return tensors
     return tuple(torch.where(kept.view(-1, *[1] * (t.dim() - 1)), t, 0) for t in tensors)
+
+
+# Where results are less than 1/64 of their terms, what rounding left of them counts.
+_CANCELLED = 4096.0
+
+
+def with_rounding(sq_norms: Tensor, terms: Tensor, dtype: torch.dtype, chain: int = 1) -> Tensor:
+    """Return float64 squared norms, larger by what rounding may have cost where it shows.
+
+    sq_norms: ``[B]`` of vectors whose elements were added up in ``dtype``, ``chain`` terms each.
+    terms: ``[B]``, the length that the vectors would have if nothing had cancelled.
+
+    Sums in floating point are off by a few roundings of their terms. Where those are much longer
+    than the result, four of them are added to its norm.
+    """
+    rounding = 2.0 * torch.finfo(dtype).eps * terms
+    cancelled = terms.square() > max(_CANCELLED, 4.0 * chain) * sq_norms
+    return torch.where(cancelled, (sq_norms.sqrt() + rounding).square(), sq_norms)
+
+
+def largest_gain(factor: Factor | None) -> Tensor | float:
+    """Return a bound of the largest singular value: the largest sum of magnitudes in a column."""
+    if factor is None:
+        return 1.0
+    if isinstance(factor, Full):
+        return factor.matrix.detach().abs().sum(0).max().double()
+    if isinstance(factor, Diagonal):
+        return factor.values.detach().abs().max().double()
+    return factor.values.detach().abs().max().clamp(min=abs(factor.tail)).double()

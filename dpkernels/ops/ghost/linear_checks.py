@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from dpkernels.ops.checks import check_writable
-from dpkernels.ops.factor import Diagonal, Factor, Full
+from dpkernels.ops.factor import Factor
+from dpkernels.ops.ghost.layer import DTYPES, check_factor, describe
 from dpkernels.ops.ghost.linear_plan import FORMULAS, Sizes
-from dpkernels.ops.ghost.reference_linear import sum_dtype
-
-DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
-
-
-def describe(tensor: Tensor) -> str:
-    """Return shape, dtype and device of a tensor, for messages."""
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
-
 
 def check_inputs(op: str, activations: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
     """Return both as ``[B, T, width]``, detached; raise ValueError if they do not fit."""
@@ -35,39 +25,18 @@ def check_inputs(op: str, activations: Tensor, errors: Tensor) -> tuple[Tensor, 
     return a.flatten(1, -2), d.flatten(1, -2)
 
 
-def check_factors(
+def check_sides(
     op: str, a: Tensor, d: Tensor, left: Factor | None, right: Factor | None, bias: bool
 ) -> None:
     """Raise ValueError unless both factors fit the sides that they act on."""
-    _check_factor(op, "left", left, d, (d.shape[-1],))
+    check_factor(op, "left", left, [d.shape[-1]], d)
     sizes = (a.shape[-1], a.shape[-1] + 1)
-    _check_factor(op, "right", right, a, sizes)
+    check_factor(op, "right", right, sizes, a)
     if right is not None and right.size == sizes[1] and not bias:
         raise ValueError(
             f"{op}: right has size {right.size} = I + 1, which includes the bias, but bias is "
             f"False; pass bias=True or a factor of size {sizes[0]}"
         )
-
-
-def _check_factor(
-    op: str, name: str, factor: Factor | None, x: Tensor, sizes: tuple[int, ...]
-) -> None:
-    if factor is None:
-        return
-    wanted = sum_dtype(x.dtype)
-    size = " or ".join(map(str, sizes))
-    if isinstance(factor, Full):
-        tensors = [factor.matrix]
-    elif isinstance(factor, Diagonal):
-        tensors = [factor.values]
-    else:
-        tensors = [factor.vectors, factor.values]
-    for tensor in tensors:
-        if factor.size not in sizes or tensor.dtype != wanted or tensor.device != x.device:
-            raise ValueError(
-                f"{op}: {name} must be of size {size} (outputs for left; inputs, or inputs and a "
-                f"constant 1, for right), {wanted} on {x.device}, got {describe(tensor)}"
-            )
 
 
 def check_formula(op: str, formula: str, sizes: Sizes) -> None:
@@ -79,40 +48,3 @@ def check_formula(op: str, formula: str, sizes: Sizes) -> None:
             f"{op}: formula 'rank_one' needs one position for each sample, got {sizes.positions}: "
             "the gradient is a sum of so many outer products; use 'gram', 'materialised' or 'auto'"
         )
-
-
-def check_weights(op: str, factors: Tensor, batch: int, like: Tensor) -> None:
-    """Raise ValueError unless ``factors`` are ``[B]`` and of the dtype of the sums."""
-    wanted = sum_dtype(like.dtype)
-    if list(factors.shape) != [batch] or factors.dtype != wanted or factors.device != like.device:
-        raise ValueError(
-            f"{op}: factors must be [{batch}] {wanted} on {like.device}, got {describe(factors)}; "
-            "clip_factors makes them"
-        )
-
-
-def output(
-    op: str, name: str, given: Tensor | None, shape: tuple[int, ...], like: Tensor, accumulate: bool
-) -> Tensor:
-    """Return the buffer to write: the one given, checked, or a new one."""
-    dtype = sum_dtype(like.dtype)
-    if given is None:
-        if accumulate:
-            raise ValueError(f"{op}: accumulate=True needs {name}, the buffer to add to")
-        return like.new_empty(shape, dtype=dtype)
-    if (
-        given.shape != shape
-        or given.dtype != dtype
-        or given.device != like.device
-        or not given.is_contiguous()
-    ):
-        raise ValueError(
-            f"{op}: {name} must be contiguous {list(shape)} {dtype} on {like.device}, got "
-            f"{describe(given)} with strides {list(given.stride())}"
-        )
-    return given
-
-
-def check_outputs(op: str, outputs: list[Tensor], inputs: list[Tensor]) -> None:
-    """Raise unless the outputs may be written and share no memory with anything else."""
-    check_writable(op, "out", outputs, inputs)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dpkernels.ops.ghost.layer import sum_dtype
+
 # Samples whose patches are formed at a time, so that those of a whole batch never exist.
 SAMPLES_AT_A_TIME = 16
 
@@ -74,7 +76,7 @@ def conv_norms(
         norms; what is kept is not scaled.
     formula: how compiled implementations get there; the result is the same.
     """
-    dtype = torch.float64 if activations.dtype == torch.float64 else torch.float32
+    dtype = sum_dtype(activations.dtype)
     parts = []
     for x, d in zip(
         activations.split(SAMPLES_AT_A_TIME), errors.split(SAMPLES_AT_A_TIME), strict=True

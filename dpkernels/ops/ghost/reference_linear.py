@@ -16,11 +16,6 @@ _ROUNDING = 2.0**-48
 _NOTHING_LEFT = 1e6 * _ROUNDING
 
 
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of factors, transforms and sums: float32 or wider."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def sq_norms(activations: Tensor, errors: Tensor, bias: bool, gram: bool) -> Tensor:
     """Squared norms ``[B]`` of ``sum_t d_t a_t^T``, plus ``|sum_t d_t|^2`` if ``bias``; float64.
 

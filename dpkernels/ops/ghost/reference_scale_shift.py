@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from dpkernels.ops.ghost.layer import sum_dtype
 
 
 def scale_shift_grads(
@@ -19,7 +20,7 @@ def scale_shift_grads(
     normalised, errors: ``[B, M, N]``, or ``[B, N, M]`` if ``channels_first``.
     weight_scale, bias_scale: float64 ``[N]`` or None. Without a bias its result is ``[B, 0]``.
     """
-    dtype = torch.float64 if errors.dtype == torch.float64 else torch.float32
+    dtype = sum_dtype(errors.dtype)
     axis = 2 if channels_first else 1
     wide = errors.double()
     weight_grads = (normalised.double() * wide).sum(axis)

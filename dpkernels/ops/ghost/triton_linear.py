@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dpkernels.ops.ahead_of_time import COMPILE_OPTIONS, AheadOfTimeCase
 from dpkernels.ops.clip import triton_impl as clip_triton
-from dpkernels.ops.ghost import reference_linear as reference
+from dpkernels.ops.ghost.layer import sum_dtype
 from dpkernels.ops.ghost.triton_linear_kernels import (
     exact_gradient_kernel,
     gradient_kernel,
@@ -46,7 +46,7 @@ def _rows(x: Tensor) -> Tensor:
     Half precision is widened here: widened inside the kernels it spills on every NVIDIA target
     (static report).
     """
-    rows = x.flatten(0, 1).to(reference.sum_dtype(x.dtype))
+    rows = x.flatten(0, 1).to(sum_dtype(x.dtype))
     return rows if rows.shape[1] <= 1 or rows.stride(1) == 1 else rows.contiguous()
 
 

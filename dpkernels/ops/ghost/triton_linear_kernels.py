@@ -185,7 +185,8 @@ def weighted_product_kernel(
     """
     dtype: tl.constexpr = factors.dtype.element_ty
     program = tl.program_id(0).to(tl.int64)
-    i_blocks = tl.cdiv(inputs, BLOCK_I)
+    # A layer without inputs has a bias: one block of none of them.
+    i_blocks = tl.maximum(tl.cdiv(inputs, BLOCK_I), 1)
     split = program % splits
     o = program // splits // i_blocks * BLOCK_O + tl.arange(0, BLOCK_O)
     i_block = program // splits % i_blocks
