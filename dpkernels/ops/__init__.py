@@ -3,6 +3,6 @@
 Importing this package registers every operation's schema and what implements it.
 """
 
-from dpkernels.ops import clip, ghost, kron, kron_sum, noise, roots, sherman_morrison, tsvd
+from dpkernels.ops import clip, ghost, glm, kron, kron_sum, noise, roots, sherman_morrison, tsvd
 
-__all__ = ["clip", "ghost", "kron", "kron_sum", "noise", "roots", "sherman_morrison", "tsvd"]
+__all__ = ["clip", "ghost", "glm", "kron", "kron_sum", "noise", "roots", "sherman_morrison", "tsvd"]

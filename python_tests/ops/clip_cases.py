@@ -10,7 +10,7 @@ from torch import Tensor
 
 from python_tests.tolerance import assert_as_accurate
 
-OPERATIONS = ("clip_and_sum", "clip_factors", "row_sq_norms", "weighted_row_sum")
+OPERATIONS = ("clip_and_sum_", "clip_factors", "row_sq_norms", "weighted_row_sum_")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
