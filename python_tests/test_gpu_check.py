@@ -147,7 +147,7 @@ def test_a_kernel_without_a_case_fails(tmp_path: Path) -> None:
     run = gpu_check(tmp_path, *triton_package(tmp_path, "[(double_kernel, 16)]"))
     assert run.returncode == 1
     uncovered = {k["kernel"] for k in kernels(tmp_path) if k["verdict"] == "not covered"}
-    assert uncovered == {"scale_kernel", "product_kernel", "broken_kernel"}
+    assert uncovered == {"room.scale_kernel", "room.product_kernel", "room.broken_kernel"}
     assert "broken_kernel" in run.stderr and "ahead_of_time_cases" in run.stderr
 
 
@@ -155,7 +155,7 @@ def test_a_kernel_that_does_not_compile_fails_on_every_target(tmp_path: Path) ->
     run = gpu_check(tmp_path, *triton_package(tmp_path, EVERY_CASE))
     assert run.returncode == 1
     failed = {(k["kernel"], k["target"]) for k in kernels(tmp_path) if k["verdict"] != "ok"}
-    assert failed == {("broken_kernel", target) for target in (*NVIDIA, "gfx942")}
+    assert failed == {("room.broken_kernel", target) for target in (*NVIDIA, "gfx942")}
     assert "broken_kernel (only) for sm_90: compile error" in run.stderr
     assert "no_such_name" in run.stderr
 
@@ -166,7 +166,7 @@ def test_a_kernel_that_spills_fails(tmp_path: Path) -> None:
     run = gpu_check(tmp_path, *triton_package(tmp_path, cases))
     assert run.returncode == 1
     spilled = [k for k in kernels(tmp_path) if k["verdict"] == "spill"]
-    assert {k["kernel"] for k in spilled} == {"scale_kernel"}
+    assert {k["kernel"] for k in spilled} == {"room.scale_kernel"}
     assert {k["target"] for k in spilled} == {*NVIDIA, "gfx942"}
     assert "scale_kernel (only) for gfx942: spill" in run.stderr
 
@@ -176,7 +176,7 @@ def test_a_kernel_that_needs_more_shared_memory_than_there_is_fails(tmp_path: Pa
     run = gpu_check(tmp_path, *triton_package(tmp_path, cases))
     assert run.returncode == 1
     refused = [k for k in kernels(tmp_path) if k["verdict"] == "too much shared memory"]
-    assert {k["kernel"] for k in refused} == {"product_kernel"}
+    assert {k["kernel"] for k in refused} == {"room.product_kernel"}
     # On sm_90 one of the operands comes from registers.
     assert {k["target"] for k in refused} == {"sm_80", "sm_100", "gfx942"}
     assert "product_kernel (only) for sm_80: too much shared memory" in run.stderr

@@ -51,8 +51,8 @@ def check(package: str) -> Iterator[Compiled]:
 
 def names(package: str) -> set[tuple[str, str, str]]:
     """Return kernel, configuration and target of all that ``check`` compiles."""
-    cases = [c for name in modules(package) for c in _cases(name)]
-    return {(c.kernel.__name__, c.configuration, target) for c in cases for target in TARGETS}
+    cases = [(name, case) for name in modules(package) for case in _cases(name)]
+    return {(_title(m, c.kernel), c.configuration, t) for m, c in cases for t in TARGETS}
 
 
 def versions() -> dict[str, str]:
@@ -61,6 +61,11 @@ def versions() -> dict[str, str]:
     for arch in NVIDIA_ARCHITECTURES:
         found[f"ptxas sm_{arch}"] = get_ptxas(arch).version
     return found
+
+
+def _title(module: str, kernel: JITFunction) -> str:
+    """Return the kernel's name with its room's: rooms do not ask each other for names."""
+    return f"{module.split('.')[-2]}.{kernel.__name__}"
 
 
 def _cases(module: str) -> list[AheadOfTimeCase]:
@@ -92,7 +97,7 @@ def _uncovered(module: ModuleType) -> Iterator[Compiled]:
             pending += kernels[name].fn.__code__.co_names
     for name in sorted(kernels.keys() - reached):
         yield Compiled(
-            kernel=name,
+            kernel=_title(module.__name__, kernels[name]),
             configuration="-",
             target="-",
             verdict="not covered",
@@ -103,7 +108,7 @@ def _uncovered(module: ModuleType) -> Iterator[Compiled]:
 def _compile_task(task: tuple[str, int, str]) -> Compiled:
     name, index, target = task
     case = _cases(name)[index]
-    common = {"kernel": case.kernel.__name__, "configuration": case.configuration}
+    common = {"kernel": _title(name, case.kernel), "configuration": case.configuration}
     try:
         usage = _compile(case, TARGETS[target])
     except Exception as error:  # whatever the compiler raises is a line of the report
