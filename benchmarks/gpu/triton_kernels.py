@@ -109,7 +109,10 @@ def _uncovered(module: ModuleType) -> Iterator[Compiled]:
 def _compile_task(task: tuple[str, int, str]) -> Compiled:
     name, index, target = task
     case = _cases(name)[index]
-    common: dict[str, Any] = {"kernel": _title(name, case.kernel), "configuration": case.configuration}
+    common: dict[str, Any] = {
+        "kernel": _title(name, case.kernel),
+        "configuration": case.configuration,
+    }
     try:
         usage = _compile(case, TARGETS[target])
     except Exception as error:  # whatever the compiler raises is a line of the report
