@@ -226,24 +226,42 @@ def use_backend(name: str) -> Iterator[None]:
         _override.name = before
 
 
+# What was chosen before, by operation, request, device and dtype. What decides is fixed when the
+# package is imported; after a large product has emptied the caches, deciding again costs 50 us.
+_chosen: dict[tuple[str, str | None, str, torch.dtype], str] = {}
+
+
 def select(operation: Operation, device: torch.device, dtype: torch.dtype) -> Callable[..., Any]:
     """Return the implementation that serves tensors on ``device`` of ``dtype``.
 
     Raises BackendUnavailable if one was asked for by name and cannot.
     """
     requested = _override.name or _FROM_ENVIRONMENT
+    if torch.compiler.is_compiling():  # the compiler would guard on all of the dictionary
+        backend = _choose(operation, requested, device.type, dtype)
+    else:
+        key = (operation.name, requested, device.type, dtype)
+        backend = _chosen.get(key, "")
+        if not backend:
+            backend = _chosen[key] = _choose(operation, requested, device.type, dtype)
+    return operation.implementation(backend, device.type)
+
+
+def _choose(
+    operation: Operation, requested: str | None, device_type: str, dtype: torch.dtype
+) -> str:
     if requested is not None:
-        reason = operation.why_not(requested, device.type, dtype)
+        reason = operation.why_not(requested, device_type, dtype)
         if reason is not None:
             raise BackendUnavailable(
                 f"{operation.name}: backend '{requested}' was asked for and cannot serve "
-                f"{dtype} tensors on {device.type}: {reason}"
+                f"{dtype} tensors on {device_type}: {reason}"
             )
-        return operation.implementation(requested, device.type)
-    for backend in _PREFERENCE.get(device.type, ()):
-        if operation.why_not(backend, device.type, dtype) is None:
-            return operation.implementation(backend, device.type)
-    return operation.reference
+        return requested
+    for backend in _PREFERENCE.get(device_type, ()):
+        if operation.why_not(backend, device_type, dtype) is None:
+            return backend
+    return "reference"
 
 
 @dataclass(frozen=True)

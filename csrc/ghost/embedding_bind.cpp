@@ -4,6 +4,8 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <optional>
+#include <vector>
 
 #include "common/torch_executor.h"
 #include "common/torch_overlap.h"
@@ -75,7 +77,9 @@ void ghost_embedding_weighted_sum_(const at::Tensor& out, const at::Tensor& indi
   TORCH_CHECK_VALUE(factors.is_cpu() && factors.dim() == 1 && factors.size(0) == problem.batch &&
                         factors.scalar_type() == sums,
                     "factors must be [B], of the dtype of out");
-  dpk::check_disjoint({out}, {indices, errors, factors});
+  std::vector<at::Tensor> inputs = {indices, errors, factors};
+  if (scale.has_value()) inputs.push_back(*scale);
+  dpk::check_disjoint({out}, inputs);
   const at::Tensor weights = factors.contiguous();
   dpk::embedding_weighted_sum(problem, weights.const_data_ptr(), out.mutable_data_ptr(), accumulate,
                               dpk::torch_executor());

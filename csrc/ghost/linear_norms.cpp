@@ -6,6 +6,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "common/gemm.h"
 #include "ghost/linear.h"
 #define DPK_KERNELS "ghost/linear_norms.inl"
 #include "common/for_each_isa.h"
@@ -14,14 +15,19 @@ namespace dpk {
 namespace {
 
 // Blocks that stay in a second-level cache of 512 KiB: kDepth x kGramCols packed elements and two
-// tiles of sums. Measured on one core, GFLOP/s for 256 positions of 768 + 768 and for 64 of 256 +
-// 256: as they are 65 and 42, with 128 columns 66 and 37, with 84 rows 66 and 44, 128 deep 69 and
-// 43. Rows are a multiple of every tile's (6 and 14).
-constexpr int64_t kDepth = 256;
+// tiles of sums. Rows are a multiple of every tile's (6 and 14). Measured on one core, GFLOP/s of
+// Gram products for 256 positions of 768 + 768 and for 64 of 256 + 256: 67 and 47 as they are; 256
+// deep, 65 and 42, with 128 columns 66 and 37, with 84 rows 66 and 44.
+constexpr int64_t kDepth = 128;
 constexpr int64_t kGramRows = 168;
 constexpr int64_t kGramCols = 64;
+// The same of gradients, for 1,024 positions of 256 + 256, 128 of 512 + 512 and 64 of 64 + 64: 68,
+// 66 and 52 as they are; 42 rows 63, 63 and 50; 168 rows 64, 66 and 47; 64 columns 60, 61 and 55;
+// 256 columns 70, 61 and 42.
 constexpr int64_t kGradientRows = 84;
 constexpr int64_t kGradientCols = 128;
+// 30 us of work at those rates; starting a second thread takes about 3 (noise/cpu.cpp: 25.3 us
+// became 15.6).
 constexpr double kFlopsPerTask = 2e6;
 
 // A sum that keeps what every addition rounds off (Neumaier 1974): there are as many terms as rows
@@ -80,7 +86,7 @@ auto row_scaler() {
 
 template <class T>
 T* uninitialised(std::unique_ptr<T[]>& owner, int64_t size) {
-  if (!owner) owner = std::make_unique_for_overwrite<T[]>(size);
+  if (!owner) owner.reset(new T[size]);
   return owner.get();
 }
 

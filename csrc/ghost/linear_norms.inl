@@ -1,21 +1,11 @@
 // The inner loops of one instruction set: see common/for_each_isa.h.
+#include "common/gemm.inl"
 #include "ghost/linear_rows.inl"
 
 // How many products are added up in float before they go to double. The error of a chain of n
 // products of one sign is up to n / 2 roundings: 32 keep a norm without cancellation right to 1e-6.
 // Measured for 256 positions of 768 + 768: chains of 16 / 32 / 256 reach 57 / 67 / 75 GFLOP/s.
 constexpr int kChain = 32;
-
-// A tile of dot products: with two vectors of columns, its sums take 12 of 16 registers (28 of 32).
-constexpr int kTileRows = DPK_VECTOR_BYTES == 64 ? 14 : 6;
-
-template <class T>
-struct Tile {
-  typedef T V __attribute__((vector_size(DPK_VECTOR_BYTES)));
-  static constexpr int kVector = DPK_VECTOR_BYTES / sizeof(T);
-  static constexpr int kCols = 2 * kVector;
-  V sums[kTileRows][2];
-};
 
 DPK_INLINE vf_half low_half(vf v) {
 #if DPK_VECTOR_BYTES == 64
@@ -42,31 +32,32 @@ DPK_INLINE void add_in_double(double* to, vf v) {
 }
 DPK_INLINE void add_in_double(double* to, vd v) { store(to, load_as<vd>(to) + v); }
 
-// sums [kTileRows, kCols] += the dot products, over `depth` elements, of kTileRows rows, whose
-// elements are kStride apart, with the columns of a packed panel [depth, kCols].
+// sums [kTileRows, kTileCols] += the dot products, over `depth` elements, of kTileRows rows, whose
+// elements are kStride apart, with the columns of a packed panel [depth, kTileCols].
 template <class T, int kStride>
 DPK_INLINE void add_tile(const T* (&rows)[kTileRows], const T* panel, int64_t depth, double* sums,
                          int64_t stride) {
-  using V = typename Tile<T>::V;
-  Tile<T> tile;
+  using V = typename GemmSizes<T>::V;
+  constexpr int kLanesOfV = GemmSizes<T>::kLanesOfV;
+  V tile[kTileRows][2];
   while (depth > 0) {
     const int64_t chain = depth < kChain ? depth : kChain;
 #pragma GCC unroll 14
-    for (int r = 0; r < kTileRows; ++r) tile.sums[r][0] = tile.sums[r][1] = V{};
+    for (int r = 0; r < kTileRows; ++r) tile[r][0] = tile[r][1] = V{};
     for (int64_t p = 0; p < chain; ++p) {
-      const V b0 = load_as<V>(panel), b1 = load_as<V>(panel + Tile<T>::kVector);
+      const V b0 = load_as<V>(panel), b1 = load_as<V>(panel + kLanesOfV);
 #pragma GCC unroll 14
       for (int r = 0; r < kTileRows; ++r) {
-        tile.sums[r][0] += rows[r][p * kStride] * b0;
-        tile.sums[r][1] += rows[r][p * kStride] * b1;
+        tile[r][0] += rows[r][p * kStride] * b0;
+        tile[r][1] += rows[r][p * kStride] * b1;
       }
-      panel += Tile<T>::kCols;
+      panel += 2 * kLanesOfV;
     }
 #pragma GCC unroll 14
     for (int r = 0; r < kTileRows; ++r) {
       rows[r] += chain * kStride;
-      add_in_double(sums + r * stride, tile.sums[r][0]);
-      add_in_double(sums + r * stride + Tile<T>::kVector, tile.sums[r][1]);
+      add_in_double(sums + r * stride, tile[r][0]);
+      add_in_double(sums + r * stride + kLanesOfV, tile[r][1]);
     }
     depth -= chain;
   }
@@ -80,8 +71,8 @@ void add_dots(const T* x, int64_t row_stride, int64_t rows, const T* packed, int
               int64_t depth, int64_t diagonal, double* sums, int64_t stride) {
   const T* from[kTileRows];
   for (int64_t i = 0; i < rows; i += kTileRows) {
-    for (int64_t j = 0; j < columns; j += Tile<T>::kCols) {
-      if (i >= diagonal + j + Tile<T>::kCols) continue;
+    for (int64_t j = 0; j < columns; j += GemmSizes<T>::kTileCols) {
+      if (i >= diagonal + j + GemmSizes<T>::kTileCols) continue;
       for (int r = 0; r < kTileRows; ++r) {
         from[r] = x + (i + r < rows ? i + r : rows - 1) * row_stride;
       }
@@ -90,77 +81,29 @@ void add_dots(const T* x, int64_t row_stride, int64_t rows, const T* packed, int
   }
 }
 
-// sums [rows, columns] += a b for a packed as panels [depth, kTileRows], b as [depth, kCols].
+// sums [rows, columns] += a b for a packed as panels [depth, kTileRows], b as [depth, kTileCols].
 template <class T>
 void add_products(const T* a, int64_t rows, const T* b, int64_t columns, int64_t depth,
                   double* sums, int64_t stride) {
   const T* from[kTileRows];
   for (int64_t i = 0; i < rows; i += kTileRows) {
-    for (int64_t j = 0; j < columns; j += Tile<T>::kCols) {
+    for (int64_t j = 0; j < columns; j += GemmSizes<T>::kTileCols) {
       for (int r = 0; r < kTileRows; ++r) from[r] = a + i * depth + r;
       add_tile<T, kTileRows>(from, b + j * depth, depth, sums + i * stride + j, stride);
     }
   }
 }
 
-// packed [4 elements, kWidth], of which four columns are written = four elements of four rows.
-template <int kWidth>
-DPK_INLINE void transpose4(const float* x, int64_t row_stride, float* packed) {
-  typedef float v4 __attribute__((vector_size(16)));
-  const v4 r0 = load_as<v4>(x), r1 = load_as<v4>(x + row_stride);
-  const v4 r2 = load_as<v4>(x + 2 * row_stride), r3 = load_as<v4>(x + 3 * row_stride);
-  const v4 a = __builtin_shufflevector(r0, r1, 0, 4, 1, 5);
-  const v4 b = __builtin_shufflevector(r2, r3, 0, 4, 1, 5);
-  const v4 c = __builtin_shufflevector(r0, r1, 2, 6, 3, 7);
-  const v4 d = __builtin_shufflevector(r2, r3, 2, 6, 3, 7);
-  store(packed, __builtin_shufflevector(a, b, 0, 1, 4, 5));
-  store(packed + kWidth, __builtin_shufflevector(a, b, 2, 3, 6, 7));
-  store(packed + 2 * kWidth, __builtin_shufflevector(c, d, 0, 1, 4, 5));
-  store(packed + 3 * kWidth, __builtin_shufflevector(c, d, 2, 3, 6, 7));
-}
-
-// Panels [depth, kWidth] of the columns of x [depth, columns]; the last one is filled up with
-// zeros.
-template <class T, int kWidth>
-DPK_INLINE void pack(int64_t columns, int64_t depth, const T* x, int64_t column_stride,
-                     int64_t depth_stride, T* packed) {
-  for (int64_t j = 0; j < columns; j += kWidth, packed += kWidth * depth) {
-    const T* const from = x + j * column_stride;
-    const int64_t width = columns - j < kWidth ? columns - j : kWidth;
-    if (width == kWidth && column_stride == 1) {
-      for (int64_t p = 0; p < depth; ++p) {
-        __builtin_memcpy(packed + p * kWidth, from + p * depth_stride, kWidth * sizeof(T));
-      }
-      continue;
-    }
-    int64_t fours = 0;
-    if constexpr (sizeof(T) == 4 && kWidth % 4 == 0) {
-      if (width == kWidth && depth_stride == 1) {
-        for (; fours + 4 <= depth; fours += 4) {
-          for (int r = 0; r < kWidth; r += 4) {
-            transpose4<kWidth>(from + r * column_stride + fours, column_stride,
-                               packed + fours * kWidth + r);
-          }
-        }
-      }
-    }
-    for (int64_t p = fours; p < depth; ++p) {
-      for (int64_t r = 0; r < kWidth; ++r) {
-        packed[p * kWidth + r] = r < width ? from[r * column_stride + p * depth_stride] : T(0);
-      }
-    }
-  }
-}
-
+// Panels of the columns of x [depth, rows], which lie beside each other.
 template <class T>
 void pack_rows(int64_t rows, int64_t depth, const T* x, int64_t depth_stride, T* packed) {
-  pack<T, kTileRows>(rows, depth, x, 1, depth_stride, packed);
+  pack_panels<kTileRows>(rows, depth, x, 1, depth_stride, packed);
 }
 
 template <class T>
 void pack_columns(int64_t columns, int64_t depth, const T* x, int64_t column_stride,
                   int64_t depth_stride, T* packed) {
-  pack<T, Tile<T>::kCols>(columns, depth, x, column_stride, depth_stride, packed);
+  pack_panels<GemmSizes<T>::kTileCols>(columns, depth, x, column_stride, depth_stride, packed);
 }
 
 // What elements [0, n) of row s of both Gram matrices add to `products`, sum over t of

@@ -9,6 +9,11 @@
 namespace dpk {
 namespace {
 
+// Elements that make a second thread worth its start. Measured with positions first, two threads
+// against one: 8,192 elements take 11.9 us and 10.6, 16,384 take 12.8 and 12.3, 32,768 take 13.1
+// and 17.6.
+constexpr int64_t kElementsPerTask = 16384;
+
 template <class In>
 void grads_typed(const ScaleShiftProblem& p, void* weight, void* bias, const Executor& executor) {
   using Sum = typename SumOf<In>::type;
@@ -16,7 +21,9 @@ void grads_typed(const ScaleShiftProblem& p, void* weight, void* bias, const Exe
   auto* const add_up = p.channels_first ? DPK_FOR_ISA(isa, sums_along_rows<In>)
                                         : DPK_FOR_ISA(isa, sums_over_rows<In>);
   const int64_t size = p.positions * p.width;
-  const int tasks = static_cast<int>(std::clamp<int64_t>(p.batch, 1, executor.threads));
+  const int64_t most = std::clamp<int64_t>(p.batch, 1, executor.threads);
+  const int64_t useful = p.batch * size / kElementsPerTask;
+  const int tasks = static_cast<int>(std::clamp<int64_t>(useful, 1, most));
   const auto write = [&](const std::vector<double>& values, const double* scale, void* out,
                          int64_t sample) {
     Sum* to = static_cast<Sum*>(out) + sample * p.width;

@@ -55,6 +55,7 @@ template <class T>
 void mirror(const PartialTriangles<T>& partials, const int64_t* place, double scale, T* out,
             const Executor& executor) {
   const int64_t strips = (partials.size + kMirrorTile - 1) / kMirrorTile;
+  // Four strips for a task, at least: fewer are copied before a second thread has started.
   const int tasks = static_cast<int>(std::clamp<int64_t>(strips / 4, 1, executor.threads));
   for_each_task(executor, tasks, [&](int task) {
     // Strips get shorter towards the end, so they are dealt out in turn.

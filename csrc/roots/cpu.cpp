@@ -82,14 +82,23 @@ void normalise(T* vector, int64_t n) {
   for (int64_t i = 0; i < n; ++i) vector[i] = static_cast<T>(vector[i] * factor);
 }
 
-}  // namespace
-
-double power_of_two_scale(double largest) {
-  if (largest == 0.0) return 1.0;
-  int exponent;
-  std::frexp(largest, &exponent);
-  return std::ldexp(1.0, -exponent);
+// inverse_root_by_tridiagonal for a matrix whose elements have the relative error `rounding`.
+template <class T>
+bool root_by_tridiagonal(const T* a, double largest, int64_t n, double power, double damping,
+                         double rounding, T* out, const Executor& executor) {
+  // (A + damping)^power = scale^(-power) (scale A + scale damping)^power
+  const double scale = power_of_two_scale(std::max(largest, damping));
+  std::vector<T> reflectors(n * n);
+  symmetrise(a, n, scale, reflectors.data());
+  Tridiagonal<T> reduced(reflectors.data(), n, level_two<T>(), executor);
+  double centre;
+  if (!reduced.power(-power, scale * damping, rounding, out, centre)) return false;
+  reduced.transform(out);
+  mirror(out, n, std::pow(scale, -power), centre);
+  return true;
 }
+
+}  // namespace
 
 template <class T>
 MatrixFacts inspect_matrix(const T* a, int64_t n) {
@@ -212,24 +221,17 @@ void sum_of_projections(const T* vectors, const double* factors, int64_t n, T* o
 template <class T>
 bool inverse_root_by_tridiagonal(const T* a, double largest, int64_t n, double power,
                                  double damping, T* out, const Executor& executor) {
-  if (std::is_same_v<T, float> && n <= kWideUpTo) {
-    std::vector<double> wide(a, a + n * n), root(n * n);
-    if (!inverse_root_by_tridiagonal<double>(wide.data(), largest, n, power, damping, root.data(),
-                                             executor)) {
-      return false;
-    }
-    for (int64_t i = 0; i < n * n; ++i) out[i] = static_cast<T>(root[i]);
-    return true;
+  constexpr double kRounding = std::numeric_limits<T>::epsilon();
+  if (std::is_same_v<T, double> || n > kWideUpTo) {
+    return root_by_tridiagonal(a, largest, n, power, damping, kRounding, out, executor);
   }
-  // (A + damping)^power = scale^(-power) (scale A + scale damping)^power
-  const double scale = power_of_two_scale(std::max(largest, damping));
-  std::vector<T> reflectors(n * n);
-  symmetrise(a, n, scale, reflectors.data());
-  Tridiagonal<T> reduced(reflectors.data(), n, level_two<T>(), executor);
-  double centre;
-  if (!reduced.power(-power, scale * damping, out, centre)) return false;
-  reduced.transform(out);
-  mirror(out, n, std::pow(scale, -power), centre);
+  const std::vector<double> wide(a, a + n * n);
+  std::vector<double> root(n * n);
+  if (!root_by_tridiagonal(wide.data(), largest, n, power, damping, kRounding, root.data(),
+                           executor)) {
+    return false;
+  }
+  for (int64_t i = 0; i < n * n; ++i) out[i] = static_cast<T>(root[i]);
   return true;
 }
 

@@ -3,12 +3,14 @@
 
 #include "roots/cuda.h"
 #include "roots/jacobi.h"
+#include "roots/scale.h"
 
 namespace dpk {
 namespace {
 
-// A round of a 64 x 64 matrix has 32 x 64 elements to rotate, in vectors and matrix: 8 for each of
-// 256 threads; more threads would wait at the barriers, of which a sweep has 189.
+// A round of a 64 x 64 matrix has 32 x 64 pairs of elements to rotate, 8 for each of 256 threads,
+// and a sweep has 189 barriers, where more threads would wait for each other. Not measured: no GPU
+// was at hand.
 constexpr int kThreads = 256;
 
 template <class T>
@@ -42,9 +44,7 @@ __device__ EighStatus load_matrix(const T* from, double tolerance, const JacobiP
   largest = largest_of_block(largest, shared);
   asymmetry = largest_of_block(asymmetry, shared);
   if (2 * double(asymmetry) > tolerance * double(largest)) return EighStatus::asymmetric;
-  int exponent = 0;
-  frexp(double(largest), &exponent);
-  scale = ldexp(1.0, -exponent);
+  scale = power_of_two_scale(double(largest));
   for (int item = threadIdx.x; item < x.n * x.n; item += kThreads) {
     const int i = item / x.n, j = item % x.n;
     const double sum = double(from[item]) + double(from[j * x.n + i]);

@@ -3,12 +3,13 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/frexp.h>
 #include <ATen/ops/linalg_eigh.h>
+#include <ATen/ops/ones_like.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
-#include <limits>
 #include <tuple>
 #include <vector>
 
@@ -26,6 +27,8 @@ int launch(const at::Tensor& x, at::Tensor& values, at::Tensor& rows, at::Tensor
                              c10::cuda::getCurrentCUDAStream().stream());
 }
 
+int code(dpk::EighStatus status) { return static_cast<int>(status); }
+
 void check_status(const at::Tensor& status, size_t index, int64_t n) {
   const at::Tensor found = status.cpu();
   const int32_t* const each = found.const_data_ptr<int32_t>();
@@ -36,38 +39,58 @@ void check_status(const at::Tensor& status, size_t index, int64_t n) {
                 " of the list (number ", b, " of its batch, ", n, " x ", n, ") did not converge");
     TORCH_CHECK_VALUE(false, "eigh: matrix ", index, " of the list (number ", b, " of its batch, ",
                       n, " x ", n, ")",
-                      is == dpk::EighStatus::not_finite ? " has NaN or Inf" : " is not symmetric");
+                      is == dpk::EighStatus::not_finite
+                          ? " has NaN or Inf"
+                          : " is not symmetric; pass (A + A^T) / 2 if that is what you mean");
   }
 }
 
-// Sizes past the kernel's go to PyTorch's solver, which checks and scales nothing by itself.
+// Sizes past the kernel's go to PyTorch's solver, which neither checks nor scales anything.
 std::tuple<at::Tensor, at::Tensor> eigh_of_large(const at::Tensor& x, size_t index) {
-  const at::Tensor largest = x.abs().amax({1, 2}, true);
-  const at::Tensor difference = (x - x.mT()).abs().amax({1, 2}, true);
-  const at::Tensor wrong = difference.gt(largest * dpk::kAsymmetry);
-  const at::Tensor status = largest.isfinite().logical_not().to(at::kInt) *
-                                static_cast<int>(dpk::EighStatus::not_finite) +
-                            wrong.to(at::kInt) * static_cast<int>(dpk::EighStatus::asymmetric);
+  const at::Tensor largest = x.abs().amax({1, 2}, true).to(at::kDouble);
+  const at::Tensor exponent = std::get<1>(at::frexp(largest)).clamp_min(-1022);
+  const at::Tensor scale = at::ones_like(largest).ldexp(exponent.neg());
+  const at::Tensor scaled = x.to(at::kDouble).mul(scale);
+  const at::Tensor difference = scaled.sub(scaled.mT()).abs().amax({1, 2}, true);
+  // A comparison with NaN is false, so that a matrix is wrong in one way only.
+  const at::Tensor wrong = difference.gt(largest.mul(scale).mul(dpk::kAsymmetry));
+  const at::Tensor status = largest.isfinite()
+                                .logical_not()
+                                .to(at::kInt)
+                                .mul(code(dpk::EighStatus::not_finite))
+                                .add(wrong.to(at::kInt).mul(code(dpk::EighStatus::asymmetric)));
   check_status(status.flatten(), index, x.size(1));
-  const at::Tensor scale =
-      largest.clamp_min(std::numeric_limits<float>::min()).log2().ceil().exp2();
-  const at::Tensor scaled = x / scale;
-  auto [values, vectors] = at::linalg_eigh((scaled + scaled.mT()) / 2);
-  return {values * scale.squeeze(-1), vectors.mT().contiguous().mT()};
+  const at::Tensor symmetric = scaled.add(scaled.mT()).div(2).to(x.scalar_type());
+  const auto [values, vectors] = at::linalg_eigh(symmetric);
+  return {values.div(scale.squeeze(-1)).to(x.scalar_type()), vectors.mT().contiguous().mT()};
+}
+
+void check_list(at::TensorList matrices) {
+  for (const at::Tensor& x : matrices) {
+    TORCH_CHECK_VALUE(x.dim() == 3 && x.size(1) == x.size(2),
+                      "eigh: matrices must be [b, n, n], got ", x.sizes());
+    TORCH_CHECK_VALUE(x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble,
+                      "eigh: matrices must be float32 or float64, got ", x.scalar_type());
+    TORCH_CHECK_VALUE(
+        x.scalar_type() == matrices[0].scalar_type() && x.device() == matrices[0].device(),
+        "eigh: matrices must share one dtype and one device");
+  }
 }
 
 std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>> eigh(at::TensorList matrices,
                                                                   c10::string_view method) {
   TORCH_CHECK_VALUE(method == "auto" || method == "jacobi",
                     "eigh: method must be auto or jacobi on CUDA tensors, got ", method);
-  std::vector<at::Tensor> values, vectors;
+  check_list(matrices);
+  std::vector<at::Tensor> values, vectors, statuses;
   for (size_t i = 0; i < matrices.size(); ++i) {
     const at::Tensor x = matrices[i].contiguous();
     const c10::cuda::CUDAGuard guard(x.device());
     const int64_t n = x.size(1);
+    statuses.emplace_back();
     if (n > dpk::kLargestCudaEigh) {
       TORCH_CHECK_VALUE(method == "auto", "eigh: method jacobi takes matrices up to ",
-                        dpk::kLargestCudaEigh, " on CUDA tensors, got ", n);
+                        dpk::kLargestCudaEigh, " on CUDA tensors, got ", n, "; use auto");
       auto [large_values, large_vectors] = eigh_of_large(x, i);
       values.push_back(large_values);
       vectors.push_back(large_vectors);
@@ -79,9 +102,13 @@ std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>> eigh(at::TensorList
     const int error = x.scalar_type() == at::kDouble ? launch<double>(x, value, rows, status)
                                                      : launch<float>(x, value, rows, status);
     TORCH_CHECK(error == 0, "eigh: the CUDA kernel did not start, error ", error);
-    check_status(status, i, n);
     values.push_back(value);
     vectors.push_back(rows.mT());
+    statuses.back() = status;
+  }
+  // Reading one waits for the GPU: only after everything has been launched.
+  for (size_t i = 0; i < matrices.size(); ++i) {
+    if (statuses[i].defined()) check_status(statuses[i], i, matrices[i].size(1));
   }
   return {values, vectors};
 }

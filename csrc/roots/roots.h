@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "common/executor.h"
+#include "roots/scale.h"
 
 namespace dpk {
 
@@ -23,9 +24,6 @@ struct MatrixFacts {
 
 template <class T>
 MatrixFacts inspect_matrix(const T* a, int64_t n);
-
-// The power of two that brings `largest` into [1/2, 1); 1 for 0.
-double power_of_two_scale(double largest);
 
 // to = scale (A + A^T) / 2, both triangles.
 template <class T>
@@ -58,9 +56,10 @@ bool eigh_by_jacobi(const EighProblem<T>& problem, int64_t n);
 template <class T>
 void sum_of_projections(const T* vectors, const double* factors, int64_t n, T* out);
 
-// out = (A + damping I)^power for -1 <= power < 0 and positive definite A + damping I, without
-// eigenvectors (see tridiagonal.h). About 10/3 n^3 flops; keeps n^2 + 256 n elements beside `out`.
-// Returns false, with `out` unspecified, if A + damping I is not positive definite.
+// out = (A + damping I)^power for -1 <= power < 0, damping > 0 and positive semidefinite A, without
+// eigenvectors (see tridiagonal.h). About 10/3 n^3 flops; keeps n^2 + 320 n elements beside `out`.
+// Returns false, with `out` unspecified, if A has an eigenvalue below what rounding errors explain:
+// negative ones count as 0, which takes their eigenvectors.
 template <class T>
 bool inverse_root_by_tridiagonal(const T* a, double largest, int64_t n, double power,
                                  double damping, T* out, const Executor& executor);

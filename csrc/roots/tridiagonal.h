@@ -48,9 +48,9 @@ class Tridiagonal {
     reduce();
   }
 
-  // f + centre I = (T + damping I)^(-alpha), upper triangle; false if T + damping I is not positive
-  // definite.
-  bool power(double alpha, double damping, T* f, double& centre) const;
+  // f + centre I = (T + damping I)^(-alpha), upper triangle, for damping > 0; false if T has a
+  // negative eigenvalue that errors of `rounding`, relative to its elements, do not explain.
+  bool power(double alpha, double damping, double rounding, T* f, double& centre) const;
 
   // f <- Q f Q^T, upper triangles.
   void transform(T* f);
@@ -59,15 +59,17 @@ class Tridiagonal {
   // Where a second thread pays for one matrix. Measured on one and two threads: 320 x 320 6.2 and
   // 6.5 ms, 512 x 512 13.9 and 11.2, 1024 x 1024 89 and 68.
   static constexpr int64_t kSplit = 384;
-  // Reflectors that are gathered before the trailing matrix is updated: the 64 rows of a panel that
-  // each new one is made orthogonal to are 401 KiB of float32 at n = 1569, less than the 512 KiB of
-  // a Zen 3 core's second-level cache.
+  // Milliseconds below are of one thread and vary by a tenth from run to run.
+  //
+  // Reflectors that are gathered before the trailing matrix is updated. Measured with 16 / 32 / 64:
+  // 1569 x 1569 takes 299 / 316 / 335, 785 x 785 53 / 52 / 47, 257 x 257 3.4 / 2.6 / 3.2.
   static constexpr int64_t kPanel = 32;
-  // Reflectors that are applied to F at once: the rank of an update is twice that, 128, which is
-  // what keeps the product's tiles longer than the time to load and store them.
+  // Reflectors that are applied to F at once: the rank of an update is twice that. Measured with
+  // 32 / 64 / 128: 1569 x 1569 takes 296 / 306 / 314, 257 x 257 2.4 / 2.5 / 4.1.
   static constexpr int64_t kBlock = 64;
   // Rows or columns of F that one task takes at a time: its square on the diagonal, 144 KiB of
-  // float32, stays in the second-level cache beside the packed operands.
+  // float32, stays in the second-level cache beside the packed operands. Measured with 96 / 192 /
+  // 384: 1569 x 1569 takes 335 / 316 / 382.
   static constexpr int64_t kStrip = 192;
 
   void reduce();
@@ -75,6 +77,7 @@ class Tridiagonal {
   void multiply_trailing(int64_t k, const T* v, T* w, std::vector<T>& partial);
   void transform_block(int64_t begin, int64_t end, T* f, std::vector<T>& memory);
   void update_symmetric(T* c, int64_t first, const T* left, const T* right, int64_t count);
+  bool factorise(double shift, std::vector<double>& pivot) const;
 
   char* gemm_workspace(int task) { return workspace_.data() + task * gemm_bytes_; }
 
@@ -194,14 +197,33 @@ void Tridiagonal<T>::reduce() {
   for (double& element : diagonal_) element += centre;
 }
 
+// T + shift I = L D L^T, D in `pivot`; false if that is not positive definite.
 template <class T>
-bool Tridiagonal<T>::power(double alpha, double damping, T* f, double& centre) const {
+bool Tridiagonal<T>::factorise(double shift, std::vector<double>& pivot) const {
+  for (int64_t i = 0; i < n_; ++i) {
+    const double taken = i > 0 ? off_[i - 1] * off_[i - 1] / pivot[i - 1] : 0.0;
+    pivot[i] = diagonal_[i] + shift - taken;
+    if (!(pivot[i] > 0.0)) return false;
+  }
+  return true;
+}
+
+template <class T>
+bool Tridiagonal<T>::power(double alpha, double damping, double rounding, T* f,
+                           double& centre) const {
+  if (!(damping > 0.0)) return false;
   double norm = 0.0;
   for (int64_t i = 0; i < n_; ++i) {
     const double left = i > 0 ? std::fabs(off_[i - 1]) : 0.0;
     const double right = i + 1 < n_ ? std::fabs(off_[i]) : 0.0;
     norm = std::max(norm, std::fabs(diagonal_[i]) + left + right);
   }
+  // A negative eigenvalue within the errors of A, whose norm grows like the root of n, is no more
+  // wrong than 0 is. An eighth of the damping at most, so that the root is never much larger than
+  // damping^(-alpha), its bound.
+  const double error = std::sqrt(double(n_)) * rounding * norm;
+  std::vector<double> pivot(n_), sum(n_);
+  if (norm > 0.0 && !factorise(std::min(error, damping / 8), pivot)) return false;
   const double accuracy = std::is_same_v<T, float> ? 1e-8 : 1e-17;
   std::vector<Pole> poles = poles_of_power(alpha, damping, damping + norm, accuracy);
   if (poles.size() % 2) poles.push_back({0.0, poles[0].shift});
@@ -209,14 +231,8 @@ bool Tridiagonal<T>::power(double alpha, double damping, T* f, double& centre) c
   // T + shift = L D L^T gives G_nn = 1 / d_n, G_ii = 1 / d_i + l_i^2 G_(i+1)(i+1), and
   // G_ij = -l_i G_(i+1)j for i < j: sums of positive terms only.
   std::vector<T> ratio(count * n_), inverse_diagonal(count * n_);
-  std::vector<double> pivot(n_), sum(n_);
   for (int64_t p = 0; p < count; ++p) {
-    const double shift = damping + poles[p].shift;
-    for (int64_t i = 0; i < n_; ++i) {
-      const double taken = i > 0 ? off_[i - 1] * off_[i - 1] / pivot[i - 1] : 0.0;
-      pivot[i] = diagonal_[i] + shift - taken;
-      if (!(pivot[i] > 0.0)) return false;
-    }
+    if (!factorise(damping + poles[p].shift, pivot)) return false;
     double g = 0.0;
     for (int64_t i = n_ - 1; i >= 0; --i) {
       const double l = i + 1 < n_ ? off_[i] / pivot[i] : 0.0;

@@ -1,7 +1,8 @@
 // Inverses of a matrix plus rank-one terms, applied without forming the matrix.
 //
-// Dot products are accumulated in double, over blocks that depend on the sizes alone: the result is
-// the same for any number of threads.
+// Dot products are accumulated in double (those of sofim_step in float for runs of 8 products where
+// nothing overflows or underflows), over blocks that depend on the sizes alone: the result is the
+// same for any number of threads.
 #pragma once
 
 #include <cstdint>

@@ -11,12 +11,12 @@ namespace dpk {
 namespace {
 
 // Elements that one call of a kernel takes and one pair of partial sums covers. Measured on two
-// threads: 4,096 / 16,384 / 65,536 take 274 / 259 / 267 us for 1 M elements in the last-level cache
-// and 7.96 / 7.62 / 7.57 ms for 10 M.
+// threads: 4,096 / 16,384 / 65,536 take 244 / 230 / 232 us for 1 M elements in the last-level cache
+// and 7.6 / 6.9 / 7.8 ms for 10 M.
 constexpr int64_t kBlock = 16384;
-// Where a second thread begins to pay. Measured: 32,768 elements take 21.0 us on one thread
-// and 18.7 on two, 65,536 take 38.0 and 28.9.
-constexpr int64_t kElementsPerTask = 16384;
+// Where a second thread begins to pay. Measured: 32,768 elements take 9.9 us on one thread and 10.7
+// on two, 65,536 take 22.4 and 15.6.
+constexpr int64_t kElementsPerTask = 32768;
 
 template <class T>
 struct StepKernels {

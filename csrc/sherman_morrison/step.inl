@@ -46,7 +46,8 @@ void step_dots_wide(const typename SumOf<G>::type* m, const G* g, int64_t n, dou
 }
 
 // The same for whole runs of elements; returns how many those are. Each lane of a run is a float
-// sum of 8 products, runs are added up in double: twice as fast as conversions of every element.
+// sum of 8 products, runs are added up in double. Measured, 1 M elements on two threads, both
+// passes: 230 us, and 261 with every product in double.
 template <class G>
 int64_t step_dots_in_runs(const float* m, const G* g, int64_t n, double beta, double* sums) {
   constexpr int kChains = 4, kTerms = 2;

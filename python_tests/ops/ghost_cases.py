@@ -93,13 +93,13 @@ def check_sums(
 
 
 def factors_of_size(size: int, seed: int = 3) -> dict[str, Factor]:
-    """Return one factor of each kind, with eigenvalues between 0.3 and 3."""
+    """Return one float32 factor of each kind, with eigenvalues between 0.3 and 3."""
     generator = torch.Generator().manual_seed(seed)
     basis = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))[0]
     values = torch.rand(size, generator=generator, dtype=torch.float64) * 2.7 + 0.3
     rank = max(1, size // 3)
     return {
-        "full": Full((basis * values) @ basis.T),
-        "diagonal": Diagonal(values),
-        "low_rank": LowRank(basis[:, :rank], values[:rank], 0.7),
+        "full": Full(((basis * values) @ basis.T).float()),
+        "diagonal": Diagonal(values.float()),
+        "low_rank": LowRank(basis[:, :rank].float(), values[:rank].float(), 0.7),
     }

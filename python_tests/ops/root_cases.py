@@ -36,6 +36,28 @@ def with_spectrum(values: Tensor, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return ((matrix + matrix.T) / 2).to(dtype)
 
 
+def exactly_rotated(values: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Return Q, orthogonal, and Q diag(values) Q^T, float64, neither with any rounding error.
+
+    values: ``[n]``, whole numbers below 2^16.
+
+    Q is a product of six reflections I - v v^T / 8, each v with 16 elements of -1 or 1 (of four
+    reflections I - v v^T / 2 with 4 such elements where n < 16): all elements of Q are multiples of
+    2^-18, so the product's need 16 + 36 bits. Below n = 4, Q is a permutation.
+    """
+    n = len(values)
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.eye(n, dtype=torch.float64)[torch.randperm(n, generator=generator)]
+    count, size = (6, 16) if n >= 16 else (4, 4)
+    for _ in range(count if n >= size else 0):
+        v = torch.zeros(n, dtype=torch.float64)
+        signs = torch.randint(0, 2, (size,), generator=generator).double() * 2 - 1
+        v[torch.randperm(n, generator=generator)[:size]] = signs
+        q -= torch.outer(v, v @ q) * (2 / size)
+    assert torch.equal(q @ q.T, torch.eye(n, dtype=torch.float64))
+    return q, (q * values.double()) @ q.T
+
+
 def difficult(n: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return matrices ``[n, n]`` that solvers have had trouble with."""
     steps = torch.arange(n, dtype=torch.float64)
@@ -64,8 +86,9 @@ def check_eigh(
     """Assert that values, residuals and orthogonality are as good as ``torch.linalg.eigh``'s.
 
     Errors are relative to the norm of each matrix, and the largest over all matrices count: on a
-    single one plain PyTorch may be exact by luck and ask for as much. In float64 there is no truth
-    for the values but LAPACK's own: residuals and orthogonality, which bound their error, do.
+    single one plain PyTorch may be exact by luck and ask for as much. In float64 the values of any
+    matrix have no truth but LAPACK's own: here residuals and orthogonality are judged, and matrices
+    that are ``exactly_rotated`` have values that are known.
     """
     ours: list[list[Tensor]] = [[], [], []]
     plain: list[list[Tensor]] = [[], [], []]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dpkernels.ops.clip import clip_factors
-from dpkernels.ops.factor import Factor
+from dpkernels.ops.factor import Factor, Full
 from dpkernels.ops.ghost import ConvNorms, conv_clip_and_sum, conv_norms, conv_plan
 from python_tests.ops import ghost_cases as cases
 
@@ -280,7 +280,44 @@ def test_the_plan_is_what_auto_does_and_the_cheapest_that_applies() -> None:
         assert plan.flops == plan.alternatives[plan.formula] and plan.reason
         assert plan.flops == min(plan.alternatives.values())
     assert set(single.alternatives) == {"rank_one", "gram", "materialised"}
-    assert wide.bytes == 0 and long.bytes == 4 * 8 * 16 * 27
+    assert wide.kept_bytes == 0 and long.kept_bytes == 4 * 8 * 16 * 28
+    # Inputs twice and the sum; inputs once, gradients written and read, and the sum.
+    assert wide.bytes == 4 * (2 * 8 * 2 * 512 * 16 + 512 * 512 * 9)
+    assert long.bytes == 4 * (8 * 19 * 1024 + (2 * 8 + 1) * 16 * 27)
     x, errors = torch.randn(2, 40, 2, 2), torch.randn(2, 30, 2, 2)
     plan = conv_plan((2, 40, 2, 2), (2, 30, 2, 2), kernel_size=3, padding=1)
     assert conv_norms(x, errors, kernel_size=3, padding=1).formula == plan.formula == "gram"
+
+
+@pytest.mark.parametrize("name", ["padded", "one position", "no bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_the_plan_keeps_is_what_is_saved(name: str, dtype: torch.dtype) -> None:
+    module, x, errors, options = layer(name, dtype=dtype)
+    lefts = cases.factors_of_size(module.out_channels)
+    rights = cases.factors_of_size(module.weight[0].numel())
+    for left, right in ((None, None), ("full", None), (None, "full"), (None, "diagonal")):
+        sides = {"left": lefts.get(left or ""), "right": rights.get(right or "")}
+        size = x.element_size()
+        plan = conv_plan(tuple(x.shape), tuple(errors.shape), **options, **sides,
+                         element_bytes=size)  # fmt: skip
+        norms = conv_norms(x, errors, **options, **sides)
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+                for t in (*norms.saved, norms._activations, norms._errors)}  # fmt: skip
+        for own in (x, errors):
+            held.pop(own.untyped_storage().data_ptr(), None)
+        assert sum(held.values()) == plan.kept_bytes
+
+
+def test_a_right_factor_that_cancels_does_not_lose_the_norm(backend: str) -> None:
+    # Gradients along the direction that the factor all but removes: float32 has no digit of the
+    # result left, and what the clipped sum applies the factor to is not what the norm was taken of.
+    torch.manual_seed(3)
+    x, errors = torch.ones(2, 1, 5, 5), torch.randn(2, 2, 3, 3)
+    removed = torch.full((9, 9), 1 / 9, dtype=torch.float64)
+    right = Full((torch.eye(9, dtype=torch.float64) - (1 - 1e-8) * removed).float())
+    raw = cases.autograd_loop(nn.Conv2d(1, 2, 3), x.double(), errors)
+    exact = cases.precondition(raw, None, right, False)
+    for bias in (False, True):
+        norms = conv_norms(x, errors, kernel_size=3, right=right, bias=bias)
+        truth = cases.sq_norms(exact if bias else exact[:1])
+        assert (norms.sq_norms.sqrt() >= truth.sqrt() * (1 - 1e-6)).all()

@@ -215,10 +215,17 @@ def test_a_sample_that_is_not_finite_contributes_nothing(
 
 def test_the_plan_counts_what_is_read() -> None:
     plan = embedding_plan((4, 6), (4, 6, 8), num_embeddings=VOCABULARY)
-    assert plan.formula == "segments" and plan.flops == 5 * 4 * 6 * 8 and plan.bytes == 0
+    assert plan.formula == "segments" and plan.flops == 5 * 4 * 6 * 8
+    assert plan.kept_bytes == 0
+    # Errors twice, rows of the table read and written, the table zeroed, tokens twice.
+    assert plan.bytes == 4 * (4 * 192 + VOCABULARY * 8) + 2 * 8 * 24
     dense = cases.factors_of_size(8)["full"]
     more = embedding_plan((4, 6), (4, 6, 8), num_embeddings=VOCABULARY, left=dense)
-    assert more.flops == plan.flops + 2 * 24 * 8 * 8 and more.bytes == 4 * 4 * 6 * 8
+    assert more.flops == plan.flops + 2 * 24 * 8 * 8 and more.kept_bytes == 4 * 4 * 6 * 8
+    assert more.bytes == plan.bytes + 4 * (2 * 192 + 64)
+    scale = cases.factors_of_size(VOCABULARY)["diagonal"]
+    right = embedding_plan((4, 6), (4, 6, 8), num_embeddings=VOCABULARY, right=scale)
+    assert right.kept_bytes == 8 * VOCABULARY
 
 
 def test_bad_input_is_refused_with_the_reason() -> None:

@@ -153,7 +153,7 @@ def test_bad_convolutions_are_refused_with_the_reason() -> None:
         ("leave grouped convolutions", lambda: conv_norms(
             x, d, kernel_size=3, groups=2, left=eye)),
         ("factors must be", lambda: conv_norms(x, d, kernel_size=3).weighted_sum(torch.ones(3))),
-        ("without a bias", lambda: conv_norms(x, d, kernel_size=3, bias=False).weighted_sum(
+        ("with bias=False", lambda: conv_norms(x, d, kernel_size=3, bias=False).weighted_sum(
             torch.ones(2), bias_out=torch.ones(6))),
         ("out must be contiguous", lambda: conv_norms(x, d, kernel_size=3).weighted_sum(
             torch.ones(2), out=torch.ones(6, 4, 3))),

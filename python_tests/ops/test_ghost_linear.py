@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dpkernels.ops import clip, ghost
-from python_tests.conftest import CPP
+from python_tests.conftest import CPP, running_on
 from python_tests.ops import ghost_linear_cases as cases
 from python_tests.ops.clip_cases import LAYOUTS
 from python_tests.tolerance import assert_as_accurate
@@ -23,10 +23,12 @@ SMALL = [
     ((3, 0), 4, 5),
     ((2, 3), 5, 0),
     ((2, 3), 0, 5),
-    ((23,), 7, 3),
+    ((64,), 7, 3),
     ((9, 33), 17, 9),
-    ((9, 2, 3), 33, 34),
+    ((64, 2, 3), 33, 34),
 ]
+# For the interpreter, which takes milliseconds for every block of every sample: one over a block.
+INTERPRETED = [((16,), 7, 3), ((16, 33), 3, 2), ((16, 2), 33, 3), ((16, 2), 2, 34)]
 # One over every block of the CPU kernels.
 LARGE = [((11, 65), 257, 33), ((8, 170), 17, 85), ((8, 300), 130, 19)]
 
@@ -69,6 +71,7 @@ def test_norms_and_sums_are_those_of_autograd(backend: str, shape: tuple[int, ..
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize(("shape", "features", "outputs"), SMALL)
+@pytest.mark.parametrize("backend", ["reference", *CPP], indirect=True)
 def test_small_sizes(
     backend: str, shape: tuple[int, ...], features: int, outputs: int, dtype: torch.dtype
 ) -> None:
@@ -76,6 +79,30 @@ def test_small_sizes(
     for formula in ("auto", *cases.FORMULAS):
         cases.check(a, d, formula=formula)
     cases.check(a, d, bias=False)
+
+
+@pytest.mark.parametrize(("shape", "features", "outputs"), [*SMALL[:4], *INTERPRETED])
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+def test_small_sizes_on_triton(
+    backend: str, shape: tuple[int, ...], features: int, outputs: int
+) -> None:
+    a, d = cases.inputs(shape, features, outputs, torch.float32)
+    for formula in cases.FORMULAS:
+        cases.check(a, d, formula=formula)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES[1:])
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+def test_other_dtypes_on_triton(backend: str, dtype: torch.dtype) -> None:
+    a, d = cases.inputs((16, 3), 5, 4, dtype)
+    for formula in cases.FORMULAS:
+        cases.check(a, d, formula=formula)
+
+
+def test_a_bias_without_inputs_over_a_block_of_outputs_on_triton() -> None:
+    with running_on("triton", OPERATIONS):
+        a, d = cases.inputs((3, 2), 0, 35, torch.float32)
+        cases.check(a, d, formula="gram")
 
 
 def test_single_samples_of_a_single_number(backend: str) -> None:
@@ -133,7 +160,7 @@ KINDS = [("full", "full"), ("diagonal", "low_rank"), ("low_rank", "diagonal"), (
 
 @pytest.mark.parametrize(("left", "right"), KINDS)
 @pytest.mark.parametrize("homogeneous", [False, True])
-@pytest.mark.parametrize("shape", [(23,), (16, 3), (16, 40)])
+@pytest.mark.parametrize("shape", [(400,), (64, 3), (64, 40)])
 @pytest.mark.parametrize("backend", ["reference", *CPP], indirect=True)
 def test_factors(
     backend: str, left: str | None, right: str, homogeneous: bool, shape: tuple[int, ...]
@@ -144,7 +171,7 @@ def test_factors(
 @pytest.mark.parametrize("homogeneous", [False, True])
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
 def test_full_factors_on_triton(backend: str, homogeneous: bool) -> None:
-    check_factors("full", "full", (16, 2), homogeneous)
+    check_factors("full", "full", (40, 2), homogeneous)
 
 
 def test_half_precision_is_widened_before_it_is_transformed(cpp: str) -> None:

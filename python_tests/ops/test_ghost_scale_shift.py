@@ -187,9 +187,11 @@ def test_a_sample_that_is_not_finite_contributes_nothing(
 
 def test_the_plan_counts_what_is_read_and_kept() -> None:
     plan = scale_shift_plan((4, 6, 8))
-    assert plan.formula == "materialised" and plan.bytes == 2 * 4 * 4 * 8
+    assert plan.formula == "materialised" and plan.kept_bytes == 2 * 4 * 4 * 8
+    # Inputs once; gradients written and read twice; the sums.
+    assert plan.bytes == 4 * (2 * 192 + 3 * 64 + 16)
     assert plan.flops == 3 * 4 * 6 * 8 + 4 * 2 * 4 * 8
-    assert scale_shift_plan((4, 6, 8), channel_axis=1, bias=False).bytes == 4 * 4 * 6
+    assert scale_shift_plan((4, 6, 8), channel_axis=1, bias=False).kept_bytes == 4 * 4 * 6
 
 
 def test_bad_input_is_refused_with_the_reason() -> None:
@@ -208,7 +210,7 @@ def test_bad_input_is_refused_with_the_reason() -> None:
         ("must be a Diagonal", lambda: scale_shift_norms(x, errors, left=full)),
         ("right must act on vectors of 7", lambda: scale_shift_norms(
             x, errors, right=cases.factors_of_size(6)["diagonal"])),
-        ("without a bias", lambda: scale_shift_norms(x, errors, bias=False).weighted_sum(
+        ("with bias=False", lambda: scale_shift_norms(x, errors, bias=False).weighted_sum(
             torch.ones(3), bias_out=torch.ones(7))),
         ("shares memory", lambda: _into_one_buffer(x, errors)),
     ]  # fmt: skip

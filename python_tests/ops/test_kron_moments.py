@@ -47,6 +47,14 @@ def test_every_size(backend: str, bias: bool) -> None:
         check_moment(second_moment(x, bias=bias), x, bias)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_float64_keeps_all_its_bits(backend: str, bias: bool) -> None:
+    # 25 bits are one more than float32 has; products and sums of 4 of them are exact in float64.
+    x = cases.numbers(4, 5, dtype=torch.float64, bits=25)
+    assert not torch.equal(x, x.float().double())
+    assert torch.equal(second_moment(x, bias=bias), plain_moment(x, bias))
+
+
 def test_positions_expand_into_samples(backend: str) -> None:
     x = cases.numbers(4, 2, 3, 7)
     check_moment(second_moment(x, bias=True), x.reshape(-1, 7), True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from dpkernels.ops.roots import EIGH_METHODS, eigh
 from python_tests.conftest import running_on
 from python_tests.ops import root_cases as cases
+from python_tests.tolerance import assert_as_accurate
 
 OPERATIONS = ("eigh",)
 
@@ -46,6 +47,25 @@ def check(solver: Any, matrices: Tensor | list[Tensor]) -> None:
 @pytest.mark.parametrize("n", [2, 5, 21, 64, 70])
 def test_difficult_matrices(solver: Any, n: int, dtype: torch.dtype) -> None:
     check(solver, list(cases.difficult(n, dtype).values()))
+
+
+@pytest.mark.parametrize("n", [2, 3, 7, 16, 33, 64, 70])
+def test_float64_eigenvalues_that_are_known(solver: Any, n: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    spectra = [torch.randint(-100, 100, (n,), generator=generator).double() for _ in range(9)]
+    spectra += [torch.ones(n).double(), torch.arange(n).double() % 2, torch.arange(n).double()]
+    matrices = [cases.exactly_rotated(s, seed)[1] for seed, s in enumerate(spectra)]
+    exact = torch.cat([s.sort().values for s in spectra])
+    plain = torch.cat([torch.linalg.eigh(m).eigenvalues for m in matrices])
+    assert_as_accurate(torch.cat(list(solver(matrices).values)), plain, exact)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_subnormal_elements(solver: Any, dtype: torch.dtype) -> None:
+    tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    diagonal = torch.tensor([3.0, 1.0, -2.0, 5.0], dtype=dtype) * tiny
+    assert diagonal.all()
+    assert torch.equal(solver(torch.diag(diagonal)).values, diagonal.sort().values)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)

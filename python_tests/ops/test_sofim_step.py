@@ -183,9 +183,9 @@ def test_a_coefficient_that_overflows_changes_nothing(backend: str) -> None:
     assert theta.item() == 3.0 and momentum.item() == (g * (2.0**-20 - 1)).item()
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-15, 1e15])
+@pytest.mark.parametrize("scale", [1e-30, 1e-15, 1e15, 1e30])
 def test_small_and_large_gradients(backend: str, scale: float) -> None:
-    params, momentum, grads = tensors([37])
+    params, momentum, grads = tensors([300])
     before = (params, [momentum[0] * scale], [grads[0] * scale])
     moved, m = params[0].clone(), before[1][0].clone()
     sofim_step_(moved, m, before[2][0], beta=BETA, rho=RHO, lr=LR)

@@ -59,7 +59,7 @@ def _ours(thetas: list[Tensor], ms: list[Tensor], gs: list[Tensor]) -> Outputs:
 
 
 def _truth(inputs: Inputs) -> Outputs:
-    """Go tensor by tensor, so that few float64 copies are alive at a time."""
+    """The in-place form in float64, over all tensors as one vector."""
     thetas, ms, gs = ([x.double() for x in xs] for xs in _state(inputs))
     ms = [m.lerp_(g, 1 - BETA) for m, g in zip(ms, gs, strict=True)]
     b = _along_momentum(_dot(ms, gs), _dot(ms, ms))

@@ -27,10 +27,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dpkernels import backend
 from dpkernels.ops.clip import clip_factors, row_sq_norms, weighted_row_sum
 from dpkernels.ops.factor import Diagonal, Factor
 from dpkernels.ops.ghost import reference_conv
+from dpkernels.ops.ghost.conv_operator import run_conv_norms
 from dpkernels.ops.ghost.conv_shape import (
     FORMULAS,
     ConvShape,
@@ -42,21 +42,23 @@ from dpkernels.ops.ghost.conv_shape import (
     why_not,
 )
 from dpkernels.ops.ghost.layer import (
-    DTYPES,
     LayerSum,
-    apply_factor,
+    check_factor,
     check_factor_size,
     check_factors,
     check_pair,
     drop_samples,
-    sum_buffer,
+    largest_gain,
+    sum_buffers,
     sum_dtype,
+    with_rounding,
     write_sum,
 )
 from dpkernels.ops.ghost.plan import Plan
+from dpkernels.ops.kron import apply_factor
 
-# Per-sample gradients that a dense right factor is applied to at a time: with the result, half of
-# a 32 MiB last-level cache.
+# Per-sample gradients that a dense right factor is applied to at a time: it bounds the memory that
+# they and the result take, whatever the batch. Not tuned.
 _BLOCK_BYTES = 8 << 20
 
 
@@ -99,13 +101,8 @@ class ConvNorms:
         check_factors(op, factors, shape.batch, self._activations)
         held = [factors, self._activations, self._errors, *self.saved]
         like = self._activations
-        weight = sum_buffer(op, "out", out, shape.weight, like, accumulate, held)
-        bias = None
-        if self._bias:
-            sizes = (shape.out_channels,)
-            bias = sum_buffer(op, "bias_out", bias_out, sizes, like, accumulate, [*held, weight])
-        elif bias_out is not None:
-            raise ValueError(f"{op}: bias_out was passed, but the norms were taken without a bias")
+        shapes = shape.weight, (shape.out_channels,) if self._bias else None
+        weight, bias = sum_buffers(op, (out, bias_out), shapes, like, accumulate, held)
         if self._right is None and self.formula == "materialised" and self.saved:
             # Straight into the buffers.
             targets = [weight.view(-1)] if bias is None else [weight.view(-1), bias]
@@ -138,8 +135,8 @@ class ConvNorms:
             return total, bias
         # The right factor is the same for all samples: once, on the sum.
         if self._right.size == columns:
-            return apply_factor(self._right, total), bias
-        both = apply_factor(self._right, torch.cat([total, bias.unsqueeze(1)], 1))
+            return apply_factor(total, self._right), bias
+        both = apply_factor(torch.cat([total, bias.unsqueeze(1)], 1), self._right)
         return both[:, :columns], both[:, columns]
 
     def _sums_again(self, factors: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,16 +173,18 @@ def conv_plan(
     bias: bool = True,
     left: Factor | None = None,
     right: Factor | None = None,
+    element_bytes: int = 4,
 ) -> Plan:
     """Return the formula that is the cheapest for these shapes; nothing is computed.
 
     activations, errors: shapes ``[B, C, *spatial]`` and ``[B, O, *output]``.
+    element_bytes: size of an element of activations and errors.
     The rest as for ``conv_norms``. A bias costs nothing worth counting.
     """
     op = "conv_plan"
     shape = conv_shape(op, activations, errors, kernel_size, stride, padding, dilation, groups)
     _check_sides(op, shape, bias, left, right)
-    return plan_of(shape, left, right)
+    return plan_of(shape, left, right, bias, element_bytes)
 
 
 def conv_norms(
@@ -209,7 +208,8 @@ def conv_norms(
     errors: gradient of each sample's loss by its output, ``[B, O, *output]``, same dtype.
     kernel_size, stride, padding, dilation: a number or one for each axis; groups: as of the layer.
     bias: whether the layer has one; its gradient is sum_t d_t (under ``left``).
-    left: factor of size O; right: of size I = C * K, or I + 1 with the bias as last coordinate.
+    left: factor of size O; right: of size I = C * K, or I + 1 with the bias as last coordinate;
+        float32 (float64 for float64 inputs).
     formula: ``auto`` (what ``conv_plan`` says) or one of ``rank_one``, ``gram``, ``materialised``.
 
     Raises ValueError for shapes that do not belong together and for a formula that does not apply.
@@ -227,6 +227,8 @@ def conv_norms(
         groups,
     )
     _check_sides(op, shape, bias, left, right)
+    check_factor(op, "left", left, [shape.out_channels], errors)
+    check_factor(op, "right", right, [shape.columns, shape.columns + 1], activations)
     x, d = activations.detach(), errors.detach()
     if formula == "auto":
         formula = cheapest(shape, left, right)
@@ -235,16 +237,16 @@ def conv_norms(
     elif (reason := why_not(shape, formula, right)) is not None:
         raise ValueError(f"{op}: formula {formula!r} does not apply: {reason}")
     if left is not None:
-        d = apply_factor(left, d.to(sum_dtype(d.dtype)).transpose(1, -1)).transpose(1, -1)
+        d = apply_factor(d.transpose(1, -1), left).transpose(1, -1)
         x = x.to(d.dtype)
     if formula == "rank_one":
         sq_norms, saved = _rank_one(shape, x, d, bias, right)
     elif isinstance(right, Factor) and not isinstance(right, Diagonal):
         sq_norms, saved = _dense_right(shape, x, d, bias, right)
     else:
-        scale = _column_scale(shape, right, x)
+        scale = _column_scale(shape, right)
         keep = formula == "materialised" and gradients_kept(shape)
-        sq_norms, *kept = _run(shape, x, d, bias, scale, formula, keep)
+        sq_norms, *kept = run_conv_norms(shape, x, d, bias, scale, formula, keep)
         saved = tuple(kept) if keep else ()
     return ConvNorms(sq_norms, formula, saved, shape, x, d, right, bias)
 
@@ -307,26 +309,12 @@ def _check_sides(
         )
 
 
-def _run(
-    shape: ConvShape,
-    x: Tensor,
-    d: Tensor,
-    bias: bool,
-    scale: Tensor | None,
-    formula: str,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    run = backend.select(_conv_norms, x.device, x.dtype)
-    result: tuple[Tensor, Tensor, Tensor] = run(x, d, *shape.geometry(), bias, scale, formula, keep)
-    return result
-
-
-def _column_scale(shape: ConvShape, right: Factor | None, x: Tensor) -> Tensor | None:
+def _column_scale(shape: ConvShape, right: Factor | None) -> Tensor | None:
     """Return what multiplies the gradient's columns and the bias: float64 ``[I + 1]``."""
     if right is None:
         return None
     assert isinstance(right, Diagonal)
-    values = right.values.to(x.device, torch.float64)
+    values = right.values.detach().double()
     return values if right.size > shape.columns else torch.cat([values, values.new_ones(1)])
 
 
@@ -338,9 +326,8 @@ def _rank_one(
     patches = patches.reshape(shape.batch, shape.groups, shape.columns)
     errors = d.to(dtype).reshape(shape.batch, shape.groups, shape.out_channels // shape.groups)
     augmented = right is not None and right.size > shape.columns
-    if augmented:
-        patches = torch.cat([patches, torch.ones_like(patches[..., :1])], -1)
-    patches = apply_factor(right, patches)
+    if right is not None:
+        patches = apply_factor(patches, right, bias=augmented)
     error_squares = _squares(errors)
     sq_norms = (_squares(patches) * error_squares).sum(1)
     if bias and not augmented:
@@ -363,48 +350,20 @@ def _dense_right(
     samples = max(1, _BLOCK_BYTES // sample_bytes)
     parts = []
     for some_x, some_d in zip(x.split(samples), d.split(samples), strict=True):
-        unscaled, grads, bias_grads = _run(shape, some_x, some_d, True, None, "materialised", True)
+        unscaled, grads, bias_grads = run_conv_norms(
+            shape, some_x, some_d, True, None, "materialised", True
+        )
         if right.size > shape.columns:
             both = torch.cat([grads, bias_grads.unsqueeze(2)], 2)
-            tensors = [apply_factor(right, both).flatten(1)]
+            transformed = apply_factor(both, right)
         else:
-            tensors = [apply_factor(right, grads).flatten(1)] + [bias_grads] * bias
+            transformed = apply_factor(grads, right)
+        sq_norms = row_sq_norms([transformed.flatten(1)])
+        # The sum applies the factor to the sum: what rounding takes off this product, it does not.
+        sq_norms = with_rounding(sq_norms, unscaled.sqrt() * largest_gain(right), grads.dtype)
+        if bias and right.size == shape.columns:
+            sq_norms = sq_norms + row_sq_norms([bias_grads])
         # A sample that the unscaled norm finds not finite stays so.
-        parts.append((row_sq_norms(tensors) + 0 * unscaled, *([grads, bias_grads] * keep)))
+        parts.append((sq_norms + 0 * unscaled, *([grads, bias_grads] * keep)))
     sq_norms, *kept = (torch.cat(part) for part in zip(*parts, strict=True))
     return sq_norms, tuple(kept)
-
-
-def _fake_conv_norms(
-    activations: Tensor,
-    errors: Tensor,
-    kernel_size: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    bias: bool,
-    scale: Tensor | None,
-    formula: str,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    columns = activations.shape[1] // groups
-    for size in kernel_size:
-        columns *= size
-    batch, rows, dtype = activations.shape[0], errors.shape[1], sum_dtype(activations.dtype)
-    return (
-        activations.new_empty(batch, dtype=torch.float64),
-        activations.new_empty((batch, rows if keep else 0, columns), dtype=dtype),
-        activations.new_empty((batch, rows if keep and bias else 0), dtype=dtype),
-    )
-
-
-_conv_norms = backend.register(
-    "ghost_conv_norms(Tensor activations, Tensor errors, int[] kernel_size, int[] stride, "
-    "int[] padding, int[] dilation, int groups, bool bias, Tensor? scale, str formula, bool keep)"
-    " -> (Tensor sq_norms, Tensor grads, Tensor bias_grads)",
-    reference=reference_conv.conv_norms,
-    fake=_fake_conv_norms,
-    dtypes=DTYPES,
-    triton="dpkernels.ops.ghost.triton_conv:conv_norms",
-)

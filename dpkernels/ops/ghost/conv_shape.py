@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dpkernels.ops.factor import Diagonal, Factor, LowRank
-from dpkernels.ops.ghost.plan import Plan
+from dpkernels.ops.factor import Diagonal, Factor
+from dpkernels.ops.ghost.plan import Plan, factor_elements, factor_flops, sum_bytes
 
 Size = int | Sequence[int]
 FORMULAS = ("rank_one", "gram", "materialised")
@@ -124,17 +124,6 @@ def conv_shape(
     )
 
 
-def factor_flops(factor: Factor | None, vectors: int) -> int:
-    """Return the flops of ``factor`` on so many vectors."""
-    if factor is None:
-        return 0
-    if isinstance(factor, Diagonal):
-        return vectors * factor.size
-    if isinstance(factor, LowRank):
-        return 4 * vectors * factor.size * factor.values.shape[0]
-    return 2 * vectors * factor.size**2
-
-
 def gradients_kept(shape: ConvShape) -> bool:
     """Return whether per-sample gradients are small enough to keep from norms to sum.
 
@@ -162,16 +151,16 @@ def sample_costs(shape: ConvShape, left: Factor | None, right: Factor | None) ->
     """Return the flops of norms and sum for one sample, by every formula that applies."""
     positions, o, pixels = shape.positions, shape.out_channels, math.prod(shape.input)
     product = 2 * positions * o * shape.columns
-    on_errors = factor_flops(left, positions)
+    on_errors = positions * factor_flops(left)
     second = 2 * o * shape.columns if gradients_kept(shape) else product
-    costs = {"materialised": product + second + on_errors + factor_flops(right, o)}
+    costs = {"materialised": product + second + on_errors + o * factor_flops(right)}
     if why_not(shape, "gram", right) is None:
         lookups = _FLOPS_PER_LOOKUP * shape.groups * shape.taps
         products = pixels**2 * shape.channels + positions**2 * (o + lookups)
         costs["gram"] = products + product + on_errors
     if why_not(shape, "rank_one", right) is None:
         vectors = 2 * (shape.groups * shape.columns + o)
-        costs["rank_one"] = product + vectors + on_errors + factor_flops(right, 1)
+        costs["rank_one"] = product + vectors + on_errors + shape.groups * factor_flops(right)
     return costs
 
 
@@ -190,25 +179,69 @@ def cheapest(shape: ConvShape, left: Factor | None, right: Factor | None) -> str
     return formula
 
 
-def plan_of(shape: ConvShape, left: Factor | None, right: Factor | None, itemsize: int = 4) -> Plan:
+def plan_of(
+    shape: ConvShape, left: Factor | None, right: Factor | None, bias: bool, element_bytes: int
+) -> Plan:
     """Return the cheapest formula and what it costs."""
     costs = {name: shape.batch * c for name, c in sample_costs(shape, left, right).items()}
     formula = cheapest(shape, left, right)
-    kept = gradients_kept(shape)
-    vectors = shape.groups * shape.columns + shape.out_channels
-    gradients = shape.out_channels * shape.columns if kept else 0
-    held = {"materialised": gradients, "gram": 0, "rank_one": vectors}
+    again = "small enough to keep" if gradients_kept(shape) else "computed again for the sum"
     reasons = {
         "rank_one": "one output position: the norm is a product of two vector norms",
         "gram": f"{math.prod(shape.input)} pixels: their products are fewer than the gradient's "
         "elements",
-        "materialised": f"{shape.positions} positions: the gradient itself costs least, "
-        + ("and is small enough to keep" if kept else "computed again for the sum"),
+        "materialised": f"{shape.positions} positions: the gradient itself costs least, and is "
+        + again,
     }
     return Plan(
-        formula,
-        costs[formula],
-        shape.batch * held[formula] * itemsize,
-        reasons[formula],
-        costs,
+        formula=formula,
+        flops=costs[formula],
+        bytes=_traffic(shape, left, right, formula, element_bytes),
+        kept_bytes=_kept(shape, left, right, formula, bias, element_bytes),
+        reason=reasons[formula],
+        alternatives=costs,
     )
+
+
+def _traffic(
+    shape: ConvShape, left: Factor | None, right: Factor | None, formula: str, element_bytes: int
+) -> int:
+    wide = sum_bytes(element_bytes)
+    gradient = shape.out_channels * shape.columns
+    inputs = shape.channels * math.prod(shape.input)
+    errors = shape.out_channels * shape.positions
+    sample = (inputs + errors) * element_bytes
+    # The errors are written if transformed, and then read as such.
+    sample += 2 * errors * wide * (left is not None)
+    if formula == "rank_one":
+        patches = shape.groups * shape.columns
+        sample += wide * (patches + 2 * patches * (right is not None) + patches + errors)
+    elif formula == "materialised" and gradients_kept(shape):
+        sample += 2 * gradient * wide
+    else:
+        sample += inputs * element_bytes + errors * (element_bytes if left is None else wide)
+    factors = factor_elements(left) + factor_elements(right)
+    return shape.batch * sample + wide * (factors + gradient)
+
+
+def _kept(
+    shape: ConvShape,
+    left: Factor | None,
+    right: Factor | None,
+    formula: str,
+    bias: bool,
+    element_bytes: int,
+) -> int:
+    wide = sum_bytes(element_bytes)
+    errors = shape.out_channels * shape.positions
+    kept = errors if left is not None else 0
+    if left is not None and element_bytes < wide:
+        kept += shape.channels * math.prod(shape.input)
+    if formula == "rank_one":
+        size = shape.columns if right is None else right.size
+        copied = left is None and element_bytes < wide
+        kept += shape.groups * size + (errors if copied else 0)
+    elif formula == "materialised" and gradients_kept(shape):
+        with_bias = bias or not (right is None or isinstance(right, Diagonal))
+        kept += shape.out_channels * (shape.columns + int(with_bias))
+    return shape.batch * kept * wide

@@ -24,18 +24,18 @@ from dpkernels import backend
 from dpkernels.ops.clip import clip_factors
 from dpkernels.ops.factor import Diagonal, Factor
 from dpkernels.ops.ghost import reference_embedding
-from dpkernels.ops.ghost.conv_shape import factor_flops
 from dpkernels.ops.ghost.layer import (
     DTYPES,
     LayerSum,
-    apply_factor,
+    check_factor,
     check_factor_size,
     check_factors,
     describe,
     sum_buffer,
     sum_dtype,
 )
-from dpkernels.ops.ghost.plan import Plan
+from dpkernels.ops.ghost.plan import Plan, factor_elements, factor_flops, sum_bytes
+from dpkernels.ops.kron import apply_factor
 
 FORMULAS = ("segments",)
 
@@ -80,6 +80,8 @@ class EmbeddingNorms:
         (errors,) = self.saved
         check_factors(op, factors, errors.shape[0], errors)
         held = [factors, self._indices, errors]
+        if self._scale is not None:
+            held.append(self._scale)
         shape = (self._vocabulary, errors.shape[2])
         table = sum_buffer(op, "out", out, shape, errors, accumulate, held)
         run = backend.select(_weighted_sum, errors.device, errors.dtype)
@@ -94,16 +96,33 @@ def embedding_plan(
     num_embeddings: int,
     left: Factor | None = None,
     right: Factor | None = None,
+    element_bytes: int = 4,
 ) -> Plan:
-    """Return what norms and sum cost for these shapes, ``[B, ...]`` and ``[B, ..., D]``."""
+    """Return what norms and sum cost for these shapes, ``[B, ...]`` and ``[B, ..., D]``.
+
+    element_bytes: size of an element of the errors. The rest as for ``embedding_norms``.
+    """
     op = "embedding_plan"
     _check_shapes(op, indices, errors)
     _check_sides(op, errors[-1], num_embeddings, left, right)
-    elements = math.prod(errors)
-    flops = 5 * elements + factor_flops(left, math.prod(indices))
-    kept = 0 if left is None else 4 * elements
-    reason = "errors of one token are added up within a sample: reading them is all it costs"
-    return Plan("segments", flops, kept, reason, {"segments": flops})
+    elements, wide = math.prod(errors), sum_bytes(element_bytes)
+    flops = 5 * elements + math.prod(indices) * factor_flops(left)
+    table = num_embeddings * errors[-1]
+    # Tokens and errors are read twice, rows of the table read and written, after it was zeroed.
+    traffic = 16 * math.prod(indices) + wide * (2 * elements + table + factor_elements(left))
+    if left is None:
+        traffic += 2 * elements * element_bytes
+    else:
+        traffic += elements * (element_bytes + 3 * wide)
+    scale = 8 * factor_elements(right)  # float64
+    return Plan(
+        formula="segments",
+        flops=flops,
+        bytes=traffic + 2 * scale,
+        kept_bytes=scale + (0 if left is None else elements * wide),
+        reason="errors of one token are added up within a sample: reading them is all it costs",
+        alternatives={"segments": flops},
+    )
 
 
 def embedding_norms(
@@ -127,7 +146,7 @@ def embedding_norms(
     padding_idx: a token that gets no gradient (negative: from the end, as in torch).
     scale_grad_by_freq: must be False: it divides by counts over the whole batch, so that one
         sample's gradient would depend on the others.
-    left: factor of size D; right: ``Diagonal`` of size V.
+    left: factor of size D; right: ``Diagonal`` of size V; float32 (float64 for float64 errors).
     formula: ``auto`` or ``segments``, which is the only one.
 
     About 3 B T D flops, B T D elements read, a sort of T tokens for each sample.
@@ -152,6 +171,8 @@ def embedding_norms(
             f"{describe(errors)}"
         )
     _check_sides(op, errors.shape[-1], num_embeddings, left, right)
+    check_factor(op, "left", left, [errors.shape[-1]], errors)
+    check_factor(op, "right", right, [num_embeddings], errors)
     padding = _padding(op, padding_idx, num_embeddings)
     _check_indices(op, indices, num_embeddings)
     batch = indices.shape[0]
@@ -160,10 +181,10 @@ def embedding_norms(
     if d.dim() != 3:
         d = d.reshape(batch, tokens.shape[1], d.shape[-1])
     if left is not None:
-        d = apply_factor(left, d.to(sum_dtype(d.dtype)))
+        d = apply_factor(d, left)
     scale = None
     if isinstance(right, Diagonal):
-        scale = right.values.to(d.device, torch.float64)
+        scale = right.values.detach().double()
     run = backend.select(_sq_norms, d.device, d.dtype)
     sq_norms: Tensor = run(tokens, d, scale, num_embeddings, padding)
     return EmbeddingNorms(sq_norms, "segments", (d,), tokens, scale, num_embeddings, padding)

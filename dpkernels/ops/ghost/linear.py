@@ -20,16 +20,25 @@ from torch import Tensor
 
 from dpkernels import backend
 from dpkernels.ops import clip
-from dpkernels.ops.factor import Diagonal, Factor, Full
+from dpkernels.ops.factor import Factor, Full
 from dpkernels.ops.ghost import linear_checks as checks
 from dpkernels.ops.ghost import reference_linear as reference
-from dpkernels.ops.ghost.layer import LayerSum
+from dpkernels.ops.ghost.layer import (
+    DTYPES,
+    LayerSum,
+    check_factors,
+    largest_gain,
+    sum_buffers,
+    sum_dtype,
+    with_rounding,
+)
 from dpkernels.ops.ghost.linear_plan import (
     cheapest,
     sizes_of,
     stores_gradients,
     transforms_gradients,
 )
+from dpkernels.ops.kron import apply_factor
 
 
 @dataclass(frozen=True)
@@ -72,18 +81,12 @@ class LinearNorms:
         2 B T I O flops as one product, or 2 B I O where gradients are stored. Raises ValueError for
         bad input before anything is written.
         """
-        op = "weighted_sum"
-        like = self.saved[0]
-        checks.check_weights(op, factors, self.sq_norms.shape[0], like)
-        if bias_out is not None and not self.bias:
-            raise ValueError(f"{op}: bias_out was given, but norms were taken with bias=False")
+        op, like = "LinearNorms.weighted_sum", self.saved[0]
+        check_factors(op, factors, self.sq_norms.shape[0], like)
         shape = (self.outputs, self.inputs)
-        weight = checks.output(op, "out", out, shape, like, accumulate)
-        bias = None
-        if self.bias:
-            bias = checks.output(op, "bias_out", bias_out, shape[:1], like, accumulate)
-        written = [weight] if bias is None else [weight, bias]
-        checks.check_outputs(op, written, [*self.saved, factors])
+        shapes = shape, shape[:1] if self.bias else None
+        held = [*self.saved, factors]
+        weight, bias = sum_buffers(op, (out, bias_out), shapes, like, accumulate, held)
         if self.stored:
             totals = [weight.view(-1)] if bias is None else [weight.view(-1), bias]
             rows = _gradient_rows(self.saved, self.inputs, self.bias)
@@ -120,7 +123,7 @@ def linear_norms(
     """
     op = "linear_norms"
     a, d = checks.check_inputs(op, activations, errors)
-    checks.check_factors(op, a, d, left, right, bias)
+    checks.check_sides(op, a, d, left, right, bias)
     sizes = sizes_of(a.shape, d.shape, right, bias)
     checks.check_formula(op, formula, sizes)
     chosen = cheapest(sizes, left, right) if formula == "auto" else formula
@@ -134,7 +137,7 @@ def linear_norms(
         sq_norms = _with_rounding(sq_norms, a, d, left, right, augment)
         return LinearNorms(sq_norms, chosen, inputs, outputs, bias, saved, stored=True)
     if left is not None or right is not None:
-        a, d = a.to(reference.sum_dtype(a.dtype)), d.to(reference.sum_dtype(d.dtype))
+        a, d = a.to(sum_dtype(a.dtype)), d.to(sum_dtype(d.dtype))
     if chosen == "rank_one":
         a, a_sq_norms = _transform_and_measure(a, right, augment)
         d, d_sq_norms = _transform_and_measure(d, left, False)
@@ -166,7 +169,7 @@ def linear_clip_and_sum(
     sample is added or removed is ``max_norm``.
     """
     norms = linear_norms(activations, errors, bias=bias, left=left, right=right, formula=formula)
-    dtype = reference.sum_dtype(activations.dtype)
+    dtype = sum_dtype(activations.dtype)
     factors = clip.clip_factors(norms.sq_norms, max_norm, dtype=dtype)
     weight, total = norms.weighted_sum(factors, out=out, bias_out=bias_out, accumulate=accumulate)
     return LayerSum(weight, total, norms.sq_norms, factors)
@@ -186,14 +189,7 @@ def _transform_and_measure(
         return y.unflatten(0, x.shape[:2]), sq_norms
     if factor is None:
         return x, clip.row_sq_norms(rows)
-    if augment:
-        rows = torch.nn.functional.pad(rows, (0, 1), value=1.0)
-    if isinstance(factor, Diagonal):
-        rows = rows * factor.values
-    else:
-        inner = (rows @ factor.vectors) * (factor.values - factor.tail)
-        rows = torch.addmm(rows, inner, factor.vectors.T, beta=factor.tail)
-    rows = rows.detach()
+    rows = apply_factor(rows, factor, bias=augment)
     return rows.unflatten(0, x.shape[:2]), clip.row_sq_norms(rows)
 
 
@@ -214,7 +210,7 @@ def _stored_gradients(
 
     late: apply factors to the gradients, not to activations and errors.
     """
-    dtype = reference.sum_dtype(a.dtype)
+    dtype = sum_dtype(a.dtype)
     a, d = a.to(dtype), d.to(dtype)
     if not late:
         a, d = _transform(a, right, augment), _transform(d, left, False)
@@ -229,10 +225,6 @@ def _stored_gradients(
     return gradients, _transform(d.sum(1, keepdim=True), left, False).squeeze(1)
 
 
-# Where stored gradients are less than 1/64 of their terms, what rounding left of them counts.
-_CANCELLED = 4096.0
-
-
 def _with_rounding(
     sq_norms: Tensor,
     a: Tensor,
@@ -243,27 +235,13 @@ def _with_rounding(
 ) -> Tensor:
     """Return the norms of stored gradients, larger by what rounding may have cost where it shows.
 
-    The sum of T terms d_t a_t^T in float32 is off by a few roundings of sum_t |d_t| |a_t|. Where
-    that is much longer than the gradient, four of them are added to its norm.
+    The terms of a gradient are d_t a_t^T: sum_t |d_t| |a_t| is what they are together.
     """
     batch, positions = a.shape[:2]
     a_squares, d_squares = (clip.row_sq_norms(x.flatten(0, 1)) for x in (a, d))
     terms = ((a_squares + 1.0 if augment else a_squares) * d_squares).sqrt()
-    terms = terms.view(batch, positions).sum(1) * (_largest(left) * _largest(right))
-    rounding = 2.0 * torch.finfo(reference.sum_dtype(a.dtype)).eps * terms
-    cancelled = terms.square() > max(_CANCELLED, 4.0 * positions) * sq_norms
-    return torch.where(cancelled, (sq_norms.sqrt() + rounding).square(), sq_norms)
-
-
-def _largest(factor: Factor | None) -> Tensor | float:
-    """Return a bound of the largest singular value: the largest sum of magnitudes in a column."""
-    if factor is None:
-        return 1.0
-    if isinstance(factor, Full):
-        return factor.matrix.detach().abs().sum(0).max().double()
-    if isinstance(factor, Diagonal):
-        return factor.values.detach().abs().max().double()
-    return factor.values.detach().abs().max().clamp(min=abs(factor.tail)).double()
+    terms = terms.view(batch, positions).sum(1) * (largest_gain(left) * largest_gain(right))
+    return with_rounding(sq_norms, terms, sum_dtype(a.dtype), positions)
 
 
 def _gradient_rows(saved: tuple[Tensor, ...], inputs: int, bias: bool) -> list[Tensor]:
@@ -298,7 +276,7 @@ _sq_norms = backend.register(
     "ghost_linear_sq_norms(Tensor activations, Tensor errors, bool bias, bool gram) -> Tensor",
     reference=reference.sq_norms,
     fake=_fake_sq_norms,
-    dtypes=checks.DTYPES,
+    dtypes=DTYPES,
     triton="dpkernels.ops.ghost.triton_linear:sq_norms",
 )
 _weighted_sum = backend.register(
@@ -306,7 +284,7 @@ _weighted_sum = backend.register(
     "Tensor errors, Tensor factors, bool accumulate) -> ()",
     reference=reference.weighted_sum_,
     fake=_fake_weighted_sum,
-    dtypes=checks.DTYPES,
+    dtypes=DTYPES,
     triton="dpkernels.ops.ghost.triton_linear:weighted_sum_",
 )
 _transform_rows = backend.register(

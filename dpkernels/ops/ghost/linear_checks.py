@@ -8,6 +8,7 @@ from dpkernels.ops.factor import Factor
 from dpkernels.ops.ghost.layer import DTYPES, check_factor, describe
 from dpkernels.ops.ghost.linear_plan import FORMULAS, Sizes
 
+
 def check_inputs(op: str, activations: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
     """Return both as ``[B, T, width]``, detached; raise ValueError if they do not fit."""
     a, d = activations.detach(), errors.detach()

@@ -22,8 +22,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dpkernels.ops.factor import Diagonal, Factor, Full
-from dpkernels.ops.ghost.plan import Plan
+from dpkernels.ops.factor import Factor
+from dpkernels.ops.ghost.plan import Plan, factor_elements, factor_flops, sum_bytes
 
 FORMULAS = ("rank_one", "gram", "materialised")
 
@@ -38,17 +38,6 @@ class Sizes:
     outputs: int
 
 
-def transform_flops(factor: Factor | None, size: int) -> int:
-    """Return what ``factor`` costs for one vector of ``size`` elements."""
-    if factor is None:
-        return 0
-    if isinstance(factor, Full):
-        return 2 * size * size
-    if isinstance(factor, Diagonal):
-        return size
-    return 4 * size * factor.vectors.shape[1]
-
-
 def stores_gradients(sizes: Sizes) -> bool:
     """Return whether per-sample gradients are small: at most half of activations and errors."""
     positions, inputs, outputs = sizes.positions, sizes.inputs, sizes.outputs
@@ -57,7 +46,7 @@ def stores_gradients(sizes: Sizes) -> bool:
 
 def transforms_gradients(sizes: Sizes, left: Factor | None, right: Factor | None) -> bool:
     """Return whether factors cost less on stored gradients than on the positions' vectors."""
-    a, d = transform_flops(right, sizes.inputs), transform_flops(left, sizes.outputs)
+    a, d = factor_flops(right), factor_flops(left)
     return sizes.outputs * a + sizes.inputs * d < sizes.positions * (a + d)
 
 
@@ -65,7 +54,7 @@ def formula_flops(sizes: Sizes, left: Factor | None, right: Factor | None) -> di
     """Return the flops of every formula that applies, as in the table above."""
     batch, positions = sizes.batch, sizes.positions
     inputs, outputs = sizes.inputs, sizes.outputs
-    a, d = transform_flops(right, inputs), transform_flops(left, outputs)
+    a, d = factor_flops(right), factor_flops(left)
     product = 2 * batch * positions * inputs * outputs
     vectors = batch * positions * (a + d)
     flops = {}
@@ -109,10 +98,12 @@ def linear_plan(
     flops = formula_flops(sizes, left, right)
     formula = cheapest(sizes, left, right)
     stored = formula == "materialised" and stores_gradients(sizes)
+    apart = bias and sizes.inputs == activations[-1]
     return Plan(
         formula=formula,
         flops=flops[formula],
-        bytes=_bytes(sizes, left, right, stored, element_bytes),
+        bytes=_traffic(sizes, left, right, stored, element_bytes),
+        kept_bytes=_kept(sizes, left, right, stored, apart, element_bytes),
         reason=_reason(formula, sizes),
         alternatives=flops,
     )
@@ -129,21 +120,43 @@ def sizes_of(
     return Sizes(activations[0], positions, activations[-1] + int(homogeneous), errors[-1])
 
 
-def _bytes(
+def _traffic(
     sizes: Sizes, left: Factor | None, right: Factor | None, stored: bool, element_bytes: int
 ) -> int:
-    wide = max(element_bytes, 4)
+    wide = sum_bytes(element_bytes)
     vectors = sizes.batch * sizes.positions * (sizes.inputs + sizes.outputs)
     gradient = sizes.inputs * sizes.outputs
-    total = 2 * vectors * element_bytes + gradient * wide
+    factors = left is not None or right is not None
+    total = vectors * element_bytes
+    total += wide * (factor_elements(left) + factor_elements(right) + gradient)
     if stored:
-        return total - vectors * element_bytes + 3 * sizes.batch * gradient * wide
-    if left is not None or right is not None:
-        # Transformed vectors are written, and read for the norms and for the sum.
-        total += 3 * vectors * wide - vectors * element_bytes
-    for factor, size in ((left, sizes.outputs), (right, sizes.inputs)):
-        total += transform_flops(factor, size) // 2 * wide
-    return total
+        # Gradients are written, and read for the norms and for the sum; factors read and write
+        # either them or the vectors once more.
+        late = transforms_gradients(sizes, left, right)
+        transformed = sizes.batch * gradient if late else vectors
+        return total + wide * (3 * sizes.batch * gradient + 2 * transformed * factors)
+    # Vectors are read for the norms and for the sum, and before that written if transformed.
+    return total + (3 * vectors * wide if factors else vectors * element_bytes)
+
+
+def _kept(
+    sizes: Sizes,
+    left: Factor | None,
+    right: Factor | None,
+    stored: bool,
+    apart: bool,
+    element_bytes: int,
+) -> int:
+    wide = sum_bytes(element_bytes)
+    if stored:
+        return wide * sizes.batch * sizes.outputs * (sizes.inputs + int(apart))
+    if left is None and right is None:
+        return 0
+    # Both sides are widened if one is transformed: float32 products want one dtype.
+    widened = element_bytes < wide
+    kept = sizes.inputs * (widened or right is not None)
+    kept += sizes.outputs * (widened or left is not None)
+    return wide * sizes.batch * sizes.positions * kept
 
 
 def _reason(formula: str, sizes: Sizes) -> str:

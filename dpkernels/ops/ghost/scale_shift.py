@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from dpkernels import backend
@@ -23,13 +22,14 @@ from dpkernels.ops.ghost import reference_scale_shift
 from dpkernels.ops.ghost.layer import (
     DTYPES,
     LayerSum,
+    check_factor,
     check_factor_size,
     check_factors,
     check_pair,
-    sum_buffer,
+    sum_buffers,
     sum_dtype,
 )
-from dpkernels.ops.ghost.plan import Plan
+from dpkernels.ops.ghost.plan import Plan, factor_elements, sum_bytes
 
 FORMULAS = ("materialised",)
 
@@ -67,14 +67,9 @@ class ScaleShiftNorms:
         op, like = "ScaleShiftNorms.weighted_sum", self.saved[0]
         check_factors(op, factors, like.shape[0], like)
         held = [factors, *self.saved]
-        weight = sum_buffer(op, "out", out, self._shape, like, accumulate, held)
-        buffers, bias = [weight.view(-1)], None
-        if len(self.saved) == 2:
-            held.append(weight)
-            bias = sum_buffer(op, "bias_out", bias_out, self._shape, like, accumulate, held)
-            buffers.append(bias.view(-1))
-        elif bias_out is not None:
-            raise ValueError(f"{op}: bias_out was passed, but the norms were taken without a bias")
+        shapes = self._shape, self._shape if len(self.saved) == 2 else None
+        weight, bias = sum_buffers(op, (out, bias_out), shapes, like, accumulate, held)
+        buffers = [weight.view(-1)] if bias is None else [weight.view(-1), bias.view(-1)]
         weighted_row_sum(list(self.saved), factors, out=buffers, accumulate=accumulate)
         return weight, bias
 
@@ -87,15 +82,30 @@ def scale_shift_plan(
     bias: bool = True,
     left: Factor | None = None,
     right: Factor | None = None,
+    element_bytes: int = 4,
 ) -> Plan:
-    """Return what norms and sum cost for xhat of this shape; arguments as ``scale_shift_norms``."""
+    """Return what norms and sum cost for xhat of this shape; arguments as ``scale_shift_norms``.
+
+    element_bytes: size of an element of xhat and errors.
+    """
     op = "scale_shift_plan"
     shape = _weight_shape(op, normalised, channel_axis, normalised_dims)
     _check_sides(op, math.prod(shape), left, right)
-    vectors = (2 if bias else 1) * normalised[0] * math.prod(shape)
-    flops = 3 * math.prod(normalised) + 4 * vectors
-    reason = "per-sample gradients are vectors: forming them is one pass over the inputs"
-    return Plan("materialised", flops, 4 * vectors, reason, {"materialised": flops})
+    sums = (2 if bias else 1) * math.prod(shape)
+    wide = sum_bytes(element_bytes)
+    kept = normalised[0] * sums * wide
+    flops = 3 * math.prod(normalised) + 4 * normalised[0] * sums
+    # Gradients are written, and read for the norms and for the sum.
+    traffic = 2 * math.prod(normalised) * element_bytes + 3 * kept
+    traffic += wide * (sums + factor_elements(left) + factor_elements(right))
+    return Plan(
+        formula="materialised",
+        flops=flops,
+        bytes=traffic,
+        kept_bytes=kept,
+        reason="per-sample gradients are vectors: forming them is one pass over the inputs",
+        alternatives={"materialised": flops},
+    )
 
 
 def scale_shift_norms(
@@ -118,7 +128,7 @@ def scale_shift_norms(
     normalised_dims: how many of the last axes the weight has (LayerNorm over several axes); 1 for
         ``channel_axis=1``.
     bias: whether the layer has one.
-    left, right: ``Diagonal`` of the weight's size or None.
+    left, right: ``Diagonal`` of the weight's size, float32 (float64 for float64), or None.
     formula: ``auto`` or ``materialised``, which is the only one.
 
     3 flops for each element of xhat, xhat and errors read once.
@@ -135,11 +145,13 @@ def scale_shift_norms(
     shape = _weight_shape(op, tuple(normalised.shape), channel_axis, normalised_dims)
     width = math.prod(shape)
     _check_sides(op, width, left, right)
+    check_factor(op, "left", left, [width], errors)
+    check_factor(op, "right", right, [width], normalised)
     batch = normalised.shape[0]
     positions = math.prod(normalised.shape[1:]) // max(width, 1)
     view = (batch, width, positions) if channel_axis == 1 else (batch, positions, width)
     x, d = normalised.detach().reshape(view), errors.detach().reshape(view)
-    scales = _scales(left, right, x)
+    scales = _scales(left, right)
     run = backend.select(_grads, x.device, x.dtype)
     weight_grads, bias_grads = run(x, d, channel_axis == 1, bias, *scales)
     saved = (weight_grads, bias_grads) if bias else (weight_grads,)
@@ -210,16 +222,14 @@ def _check_sides(op: str, width: int, left: Factor | None, right: Factor | None)
         check_factor_size(op, name, factor, [width])
 
 
-def _scales(
-    left: Factor | None, right: Factor | None, like: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
+def _scales(left: Factor | None, right: Factor | None) -> tuple[Tensor | None, Tensor | None]:
     """Return what multiplies the gradients of weight and of bias, float64."""
 
     def values(factor: Factor | None) -> Tensor | None:
         if factor is None:
             return None
         assert isinstance(factor, Diagonal)
-        return factor.values.to(like.device, torch.float64)
+        return factor.values.detach().double()
 
     on_errors, on_inputs = values(left), values(right)
     if on_errors is None or on_inputs is None:

@@ -7,9 +7,8 @@ channels). Each step is a float32 product of 16 terms, added up in float64; samp
 cancel too far are computed again with float64 products, decided on the GPU, without a word to the
 host.
 
-No GPU was at hand: nothing here was timed. Tiles of 32 x 32 with steps of 16 do not spill, but for
-the one case named below; with steps of 32 they do on sm_80, 90 and 100 (static report,
-``make gpu-check``).
+No GPU was at hand: nothing here was timed. Tiles and warps are the largest that do not spill
+(static report, ``make gpu-check``): with steps of 32 tiles of 32 x 32 do on sm_80, 90 and 100.
 """
 
 from __future__ import annotations
@@ -28,11 +27,12 @@ from dpkernels.ops.ghost.layer import sum_dtype
 
 _TILE = 32
 _STEP = 16
-# Four warps spill on sm_80 where a program has float64 inputs and a scale or, for gram, two sums;
-# eight do not there (static report). float64 inputs with a scale still spill 12 bytes on sm_90 and
-# 8 on sm_100 with eight.
+# Of gradients with float64 products: those of float64 inputs with a scale spill in tiles of 32 x 32
+# on sm_90 (12 bytes) and sm_100 (8), even with eight warps.
+_WIDE_TILE = 16
 _WARPS = 4
-_WIDE_WARPS = 8
+# Two sums of 32 x 32 spill on sm_80 in four warps.
+_GRAM_WARPS = 8
 
 
 @triton.jit
@@ -183,7 +183,8 @@ def _gradients(
 ) -> Tensor:
     """Return squared norms of the wanted samples' weight gradients; write those if ``keep``."""
     groups, rows, columns, _, _ = sizes
-    tiles = groups * triton.cdiv(rows, _TILE) * triton.cdiv(columns, _TILE)
+    tile = _WIDE_TILE if wide else _TILE
+    tiles = groups * triton.cdiv(rows, tile) * triton.cdiv(columns, tile)
     partial = torch.zeros(x.shape[0], tiles, dtype=torch.float64, device=x.device)
     with torch.cuda.device_of(x):
         conv_gradient_kernel[(partial.numel(),)](
@@ -198,9 +199,9 @@ def _gradients(
             WIDE=wide,
             SCALED=scale is not None,
             KEEP=keep,
-            TILE=_TILE,
+            TILE=tile,
             STEP=_STEP,
-            num_warps=_WIDE_WARPS if wide else _WARPS,
+            num_warps=_WARPS,
             **COMPILE_OPTIONS,
         )
     return partial.sum(1)
@@ -222,7 +223,7 @@ def _gram(
             WIDE=wide,
             TILE=_TILE,
             STEP=_STEP,
-            num_warps=_WIDE_WARPS,
+            num_warps=_GRAM_WARPS,
             **COMPILE_OPTIONS,
         )
     return partial.sum(1)
@@ -291,7 +292,8 @@ def ahead_of_time_cases() -> list[AheadOfTimeCase]:
         inputs = {"x": f"*{dtype}", "d": f"*{dtype}", "geometry": "*i64", "partial_norms": "*fp64"}
         sums = "fp64" if dtype == "fp64" else "fp32"
         for wide in (False, True) if dtype != "fp64" else (True,):
-            name = f"{dtype} {_TILE}x{_TILE}" + (" in fp64" if wide else "")
+            tile = _WIDE_TILE if wide else _TILE
+            name = f"{dtype} {tile}x{tile}" + (" in fp64" if wide else "")
             for keep, scaled in ((0, 0), (1, 0), (0, 1), (1, 1)):
                 cases.append(
                     AheadOfTimeCase(
@@ -308,10 +310,10 @@ def ahead_of_time_cases() -> list[AheadOfTimeCase]:
                             "WIDE": wide,
                             "SCALED": scaled,
                             "KEEP": keep,
-                            "TILE": _TILE,
+                            "TILE": tile,
                             "STEP": _STEP,
                         },
-                        num_warps=_WIDE_WARPS if wide else _WARPS,
+                        num_warps=_WARPS,
                         bytes_per_element=size,
                     )
                 )
@@ -319,10 +321,10 @@ def ahead_of_time_cases() -> list[AheadOfTimeCase]:
                 cases.append(
                     AheadOfTimeCase(
                         kernel=conv_gram_kernel,
-                        configuration=name,
+                        configuration=f"{dtype} {_TILE}x{_TILE}",
                         signature={**inputs, **sizes},
                         constexprs={"WIDE": wide, "TILE": _TILE, "STEP": _STEP},
-                        num_warps=_WIDE_WARPS,
+                        num_warps=_GRAM_WARPS,
                         bytes_per_element=size,
                     )
                 )

@@ -63,10 +63,11 @@ def second_moment(
     once. Raises ValueError for wrong input, for no samples at all and for x that is not finite.
     """
     op = "second_moment"
+    known(op, "sharing", sharing, SHARINGS)
+    known(op, "role", role, ROLES)
     rows = rows_of(op, x, channel_dim)
     if sharing == "reduce":
-        rows = _merge_positions(rows, known(op, "role", role, ROLES))
-    known(op, "sharing", sharing, SHARINGS)
+        rows = _merge_positions(rows, role)
     samples = rows.shape[0] * rows.shape[1]
     if samples == 0:
         raise ValueError(f"{op}: x has no samples, got {describe(x)}; skip empty batches")

@@ -16,7 +16,8 @@ def _with_ones(values, row, col, rows, size, BIAS: tl.constexpr):
     """Put the 1 that augments every row behind its last element."""
     if BIAS:
         last = (row < rows)[:, None] & (col == size)[None, :]
-        values = tl.where(last, 1.0, values.to(tl.float32)).to(values.dtype)
+        one = tl.full(values.shape, 1.0, tl.float32).to(values.dtype)
+        values = tl.where(last, one, values)
     return values
 
 

@@ -78,7 +78,7 @@ class KronFisher:
 
     def __init__(self, gs: Layers, as_: Layers, centers: Layers) -> None:
         self._gs, self._as, self._centers = (_list(layers) for layers in (gs, as_, centers))
-        weights = [torch.zeros_like(layer[0]) for layer in self._centers]
+        weights = [layer.new_zeros(layer.shape[1:]) for layer in self._centers]
         constant = kron_sum(self._gs, self._as, weights, self._centers)
         assert isinstance(constant, list)
         self._constant = constant
@@ -96,8 +96,9 @@ class KronFisher:
             check_writable(op, "out", outs, xs)
             torch._foreach_copy_(outs, self._constant)
         # What the clients sent was checked once, and there are thousands of steps.
-        run = backend.select(_kron_sum, xs[0].device, xs[0].dtype)
-        run(outs, self._gs, self._as, xs, [], True)
+        if outs:
+            run = backend.select(_kron_sum, xs[0].device, xs[0].dtype)
+            run(outs, self._gs, self._as, xs, [], True)
         return outs[0] if isinstance(x, Tensor) else outs
 
     def value(self, x: Layers) -> Tensor:
@@ -105,11 +106,14 @@ class KronFisher:
 
         Not from the constant: near the minimum it would be a difference of large numbers.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self._gs[0].device)
-        layers = zip(self._gs, self._as, self._centers, _list(x), strict=True)
+        xs = _list(x)
+        _check_like("KronFisher.value", "x", xs, self._constant)
+        device = xs[0].device if xs else None
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        layers = zip(self._gs, self._as, self._centers, xs, strict=True)
         for g, a, centers, weights in layers:
             for g_i, a_i, center in zip(g, a, centers, strict=True):
-                difference = weights.detach() - center
+                difference = weights - center
                 product = kron_sum(g_i.unsqueeze(0), a_i.unsqueeze(0), difference)
                 assert isinstance(product, Tensor)
                 total += torch.sum(difference * product, dtype=torch.float64)
@@ -138,7 +142,9 @@ class DiagonalFisher:
 
     def gradient(self, x: Layers) -> Tensor | list[Tensor]:
         """Return ``sum_i f_i * (w - w_i)``, half the gradient, for each layer."""
-        layers = zip(self._constant, self._sums, _list(x), strict=True)
+        xs = _list(x)
+        _check_like("DiagonalFisher.gradient", "x", xs, self._sums)
+        layers = zip(self._constant, self._sums, xs, strict=True)
         found = [torch.addcmul(constant, f, weights) for constant, f, weights in layers]
         return found[0] if isinstance(x, Tensor) else found
 

@@ -53,18 +53,18 @@ def _iterate(b: Tensor, identity: Tensor, root: int) -> tuple[Tensor, float]:
     """Return the inverse root of ``b`` and the largest element of M - I."""
     z = (1 + root) / (2 * torch.linalg.matrix_norm(b, keepdim=True).clamp(min=1e-30))
     m, x = b * z, identity * z.pow(1.0 / root)
-    before = float("inf")
+    best, least = x, float("inf")
     for _ in range(MAX_STEPS):
         residual = float((m - identity).abs().max())
-        # Rounding errors end the quadratic phase: from there on nothing is gained.
-        if not residual < before and before < 0.5:
-            return x, min(residual, before)
-        before = residual if residual < 0.5 else before
+        if residual < least:
+            best, least = x, residual
+        elif least < 0.5:
+            break  # Rounding errors ended the quadratic phase: nothing is gained any more.
+        if residual <= torch.finfo(b.dtype).eps:
+            break
         t = ((root + 1) * identity - m) / root
         x = x @ t
         m = torch.linalg.matrix_power(t, root) @ m
         # Products of matrices that commute are symmetric; rounding must not undo that.
         m = (m + m.mT) / 2
-        if residual <= torch.finfo(b.dtype).eps:
-            break
-    return (x + x.mT) / 2, float((m - identity).abs().max())
+    return (best + best.mT) / 2, least

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# How far a matrix may be from symmetric, relative to its largest element (see bind.cpp).
+# How far a matrix may be from symmetric, relative to its largest element (see roots.h).
 ASYMMETRY = 2.0**-10
 
 
@@ -28,7 +28,9 @@ def symmetrised(op: str, index: int, batch: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(f"{op}: {_name(index, number, n)} has NaN or Inf")
     # In float64: the scale of subnormal elements has no place in float32.
     largest = flat.abs().amax(1).double()
-    scale = torch.ldexp(torch.ones_like(largest), -torch.frexp(largest).exponent)[:, None]
+    # 2^1022 is the largest power of two whose inverse is not subnormal.
+    exponent = torch.frexp(largest).exponent.clamp(min=-1022)
+    scale = torch.ldexp(torch.ones_like(largest), -exponent)[:, None]
     scaled = batch.double() * scale[:, :, None]
     asymmetry = (scaled - scaled.mT).flatten(1).abs().amax(1)
     wrong = asymmetry > ASYMMETRY * scaled.flatten(1).abs().amax(1)
@@ -93,8 +95,17 @@ def inverse_root(
 
     Every ``method`` is this one here.
     """
+    return power_of_pairs(*_eigh("inverse_root", matrices), power, damping)
+
+
+def power_of_pairs(
+    values: list[Tensor], vectors: list[Tensor], power: float, damping: list[float]
+) -> list[Tensor]:
+    """``V (max(L, 0) + damping)^power V^T`` of eigenpairs ``[b, n]`` and ``[b, n, n]``.
+
+    Raises ValueError, with the matrix's name, where that is singular.
+    """
     roots = []
-    values, vectors = _eigh("inverse_root", matrices)
     for index, (value, vector) in enumerate(zip(values, vectors, strict=True)):
         n = vector.shape[1]
         positive = value.clamp(min=0)

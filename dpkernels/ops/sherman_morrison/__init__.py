@@ -6,7 +6,8 @@
 ``GradientWindow``            the same for the last k gradients, their Gram matrix kept current.
 
 All of this acts on what was released already (post-processing): no data is touched here. Dot
-products are float64 sums whatever the dtype, the same for any number of threads.
+products over parameters are summed in float64 whatever the dtype, the same for any number of
+threads.
 """
 
 from dpkernels.ops.sherman_morrison.inverse import rank_one_inverse_update_

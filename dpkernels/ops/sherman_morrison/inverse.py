@@ -25,8 +25,8 @@ def rank_one_inverse_update_(
 
     inverse: H, ``[n, n]`` float32 or float64, contiguous by rows or (as torch.linalg.inv returns
         it) by columns.
-    u, v: ``[n]`` of the same dtype. Without v it is u and H must be symmetric: only its upper
-        triangle is read for H u, and it stays symmetric to the bit.
+    u, v: ``[n]`` of the same dtype. Without v it is u and H must be symmetric, which is not looked
+        at (one triangle may be all that is read for H u); it stays symmetric to the bit.
     check: raise if the denominator is zero to rounding, or not finite. On a GPU that waits for it;
         without the check, and under torch.compile, H is left as it is in that case and the
         denominator tells.
