@@ -1,6 +1,7 @@
 # Needs Python, a C++ compiler and make; the rest goes into .venv, which is reused while up to date.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+TEST_WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -21,8 +22,10 @@ help: ## show this list
 demo: $(BUILT) ## compare the kernels with plain PyTorch on small sizes
 	@$(BIN)/python -m benchmarks --quick
 
+# Most of the time goes into Triton's interpreter, which has one thread; tests of several threads ask
+# for them.
 test: $(BUILT) ## run the tests
-	@$(BIN)/python -m pytest -q
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_WORKERS)
 
 bench: $(BUILT) ## measure the kernels against plain PyTorch and torch.compile
 	@$(BIN)/python -m benchmarks

@@ -125,7 +125,8 @@ def embedding_sq_norms(
     )
     if partial.numel() == 0 or tokens == 0:
         return partial.sum(1)
-    ordered, order = indices.sort(1)
+    # What sort returns is laid out as what it is given.
+    ordered, order = indices.contiguous().sort(1)
     with torch.cuda.device_of(errors):
         token_norms_kernel[(partial.numel(),)](
             ordered,
