@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from python_tests.tolerance import assert_as_accurate
+from python_tests.tolerance import assert_as_accurate, assert_within_rounding
 
 EXACT = torch.tensor([1.0, -3.0, 4.0], dtype=torch.float64)
 ULP = 4.0 * torch.finfo(torch.float32).eps
@@ -43,3 +43,14 @@ def test_a_plain_result_that_overflows_excuses_nothing() -> None:
 def test_fresh_memory_is_poisoned() -> None:
     assert torch.empty(3).isnan().all()
     assert torch.ones(2, 3, dtype=torch.bfloat16).new_empty(5).isnan().all()
+
+
+def test_rounding_is_allowed_and_no_more() -> None:
+    values = torch.linspace(-1.0, 1.0, 1001)
+    forwards, backwards = values.cumsum(0)[-1:], values.flip(0).cumsum(0)[-1:]
+    magnitude = values.abs().sum()
+    assert_within_rounding(forwards, backwards, len(values), magnitude)
+    with pytest.raises(AssertionError, match="rounding explains"):
+        assert_within_rounding(forwards, backwards + 0.2, len(values), magnitude)
+    with pytest.raises(AssertionError, match="rounding explains"):
+        assert_within_rounding(forwards, torch.tensor([float("nan")]), len(values), magnitude)

@@ -1,4 +1,4 @@
-"""The one tolerance of the tests: as accurate as plain PyTorch in the same dtype."""
+"""The tolerances of the tests: as accurate as plain PyTorch, or equal but for rounding."""
 
 from __future__ import annotations
 
@@ -32,4 +32,21 @@ def assert_as_accurate(actual: Tensor, plain: Tensor, exact: Tensor) -> None:
     assert error <= 2 * plain_error + ulp, (
         f"error {error:.3g} exceeds twice that of plain PyTorch, {plain_error:.3g}, plus one ulp "
         f"of the scale, {ulp:.3g}"
+    )
+
+
+def assert_within_rounding(actual: Tensor, other: Tensor, terms: int, magnitude: Tensor) -> None:
+    """Assert that two sums of the same terms, each in any order, differ by no more than rounding.
+
+    terms: how many roundings an element goes through at most, in either sum.
+    magnitude: sum of the terms' absolute values, which broadcasts against the sums.
+
+    A sum errs by at most terms * eps / 2 * magnitude (Higham, Accuracy and Stability, (3.5), to
+    first order), two of them differ by at most twice that; another factor of 2 covers the rest.
+    """
+    assert actual.dtype == other.dtype and actual.shape == other.shape
+    allowed = 2 * terms * torch.finfo(actual.dtype).eps * magnitude.double()
+    difference = (actual.double() - other.double()).abs()
+    assert (difference <= allowed).all(), (
+        f"differ by {difference.max().item():.3g}, rounding explains {allowed.max().item():.3g}"
     )

@@ -174,3 +174,20 @@ def check_sum(norms: LinearNorms, truth: Exact, x: Tensor, y: Tensor, homogeneou
     if total is not None and bias_out is not None:
         assert_as_accurate(total, plain[1], wanted[1])
         assert_as_accurate(bias_out, plain[1] + plain[1], 2 * wanted[1])
+
+
+def magnitude(a: Tensor, d: Tensor, factors: Tensor) -> Tensor:
+    """Return sums ``[O, I + 1]`` of the absolute terms of the weighted sum, the bias's last."""
+    a, d = (x.double().abs().reshape(len(x), -1, x.shape[-1]) for x in (a, d))
+    ones = torch.ones_like(a[..., :1])
+    weighted = d * factors.double().abs()[:, None, None]
+    return (weighted.mT @ torch.cat([a, ones], 2)).sum(0)
+
+
+def absolute(factor: Factor) -> Tensor:
+    """Return a matrix whose products bound the sums of absolute terms of the factor's."""
+    if isinstance(factor, LowRank):
+        vectors = factor.vectors.abs()
+        gains = (factor.values - factor.tail).abs()
+        return (vectors * gains) @ vectors.T + abs(factor.tail) * torch.eye(factor.size)
+    return factor.dense().abs()
