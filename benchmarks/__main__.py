@@ -21,6 +21,7 @@ from benchmarks.results import Report
 from benchmarks.runner import Options, run_case
 from benchmarks.startup import measure_startup
 from benchmarks.timing import Budget
+from dpkernels import backend
 from dpkernels.backend import BACKENDS
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -58,6 +59,12 @@ def _measure(options: argparse.Namespace) -> Report:
         names = [case.name for case in all_cases(device, quick=options.quick)]
         sys.exit(f"--only: nothing matches {options.only!r}; there are {', '.join(names)}")
     forced = dpkernels.use_backend(options.backend) if options.backend else contextlib.nullcontext()
+    unbuilt = device.type == "cpu" and backend.extension is None
+    if unbuilt and options.backend is None and not options.quick:
+        sys.exit(
+            "benchmarks: dpkernels._C is not built, so the reference would be timed against itself;"
+            " run make build (make bench does), or say --backend reference"
+        )
     where = provenance.collect(device)
     results = []
     with forced:

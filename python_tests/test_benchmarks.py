@@ -130,6 +130,14 @@ def test_exit_code_says_whether_outputs_match(monkeypatch, tmp_path, capsys, clo
     assert (tmp_path / "kernels.png").stat().st_size > 0
 
 
+def test_without_the_extension_nothing_is_measured_as_ours(monkeypatch, tmp_path):
+    monkeypatch.setattr(backend, "extension", None)
+    monkeypatch.setattr(command, "run_case", lambda *_: pytest.fail("measured the reference"))
+    with pytest.raises(SystemExit, match="make build"):
+        command.main(["--only", "noise 670*", "--output", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
+
+
 def test_every_call_has_its_turn_and_follows_every_other():
     order = []
     calls = [lambda name=name: order.append(name) for name in "abc"]
