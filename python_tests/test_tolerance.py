@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from python_tests.tolerance import assert_as_accurate, assert_within_rounding
+from python_tests.tolerance import assert_as_accurate, assert_never_low, assert_within_rounding
 
 EXACT = torch.tensor([1.0, -3.0, 4.0], dtype=torch.float64)
 ULP = 4.0 * torch.finfo(torch.float32).eps
@@ -54,3 +54,21 @@ def test_rounding_is_allowed_and_no_more() -> None:
         assert_within_rounding(forwards, backwards + 0.2, len(values), magnitude)
     with pytest.raises(AssertionError, match="rounding explains"):
         assert_within_rounding(forwards, torch.tensor([float("nan")]), len(values), magnitude)
+
+
+def test_a_low_norm_fails_and_a_high_one_only_beyond_the_limit() -> None:
+    exact, terms = torch.tensor([4.0, 0.0], dtype=torch.float64), torch.ones(2).double()
+    for positions, dtype, limit in (
+        (1, torch.float32, 5e-5),
+        (100, torch.bfloat16, 1e-4),
+        (100, torch.float64, 1e-8),
+    ):
+        for part in (1 - 0.9e-7, 1.0, 1 + 0.9 * limit):
+            assert_never_low(exact * part**2, exact, positions, terms, dtype)
+        with pytest.raises(AssertionError, match="high by"):
+            assert_never_low(exact * (1 + 1.1 * limit) ** 2, exact, positions, terms, dtype)
+        with pytest.raises(AssertionError, match="low by"):
+            assert_never_low(exact * (1 - 1.1e-7) ** 2, exact, positions, terms, dtype)
+    for bad, match in ((float("nan"), "low by"), (1e-20, "high by")):
+        with pytest.raises(AssertionError, match=match):
+            assert_never_low(exact + torch.tensor([0.0, bad]), exact, 1, terms, torch.float32)

@@ -1,6 +1,8 @@
-"""The tolerances of the tests: as accurate as plain PyTorch, or equal but for rounding."""
+"""The tolerances of the tests: as accurate as plain PyTorch, equal but for rounding, never low."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -50,3 +52,25 @@ def assert_within_rounding(actual: Tensor, other: Tensor, terms: int, magnitude:
     assert (difference <= allowed).all(), (
         f"differ by {difference.max().item():.3g}, rounding explains {allowed.max().item():.3g}"
     )
+
+
+def assert_never_low(
+    sq_norms: Tensor, exact: Tensor, positions: int, terms: Tensor, dtype: torch.dtype
+) -> None:
+    """Assert the contract of ghost norms: never low by more than 1e-7, nor high beyond a limit.
+
+    ``norm (1 - 1e-7) <= sqrt(sq_norms) <= norm (1 + limit)``.
+
+    sq_norms: what is tested, float64 ``[B]``; exact: the true squares, finite.
+    positions: that a sample's gradient adds up. The limit is ``max(5e-5, 1e-5 sqrt(positions))``,
+        or 1e-8 for inputs of ``dtype`` float64.
+    terms: ``[B]``, sums of the terms' lengths. What float64 rounds of them, ``(200 + 2 positions)``
+        times 2^-53, comes on top.
+    """
+    assert sq_norms.dtype == exact.dtype == torch.float64 and sq_norms.shape == exact.shape
+    norms, truth = sq_norms.sqrt(), exact.sqrt()
+    limit = 1e-8 if dtype == torch.float64 else max(5e-5, 1e-5 * math.sqrt(positions))
+    rest = (200 + 2 * positions) * 2.0**-53 * terms
+    low, high = truth * (1 - 1e-7) - norms, norms - truth * (1 + limit) - rest
+    assert (low <= 0).all(), f"low by {(1 - norms / truth).max().item():.3g}"
+    assert (high <= 0).all(), f"high by {(norms / truth - 1).max().item():.3g}, limit {limit:.3g}"

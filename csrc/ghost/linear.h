@@ -2,8 +2,9 @@
 // (activations a) and the gradients of its outputs (errors d): g_b = sum over positions t of
 // d_bt a_bt^T. No g_b is stored.
 //
-// A norm must not come out low, so products are summed in float over kChain terms only and in
-// double from there on, and what cancels too much for float is done again in double.
+// A norm must not come out low: what its rounding may have cost is added to it (ghost/rounding.h).
+// So that this is little, products are summed in float over kChain terms only and in double from
+// there on, and what cancels too much for float is done again in double.
 #pragma once
 
 #include <cstdint>

@@ -8,6 +8,7 @@
 
 #include "common/gemm.h"
 #include "ghost/linear.h"
+#include "ghost/rounding.h"
 #define DPK_KERNELS "ghost/linear_norms.inl"
 #include "common/for_each_isa.h"
 
@@ -69,8 +70,7 @@ struct NormKernels {
   double (*sq_norm)(const double*, int64_t) = DPK_FOR_ISA(isa, sq_norm<double>);
 };
 
-// What is known of a sample: |a_t|, |d_t| (of all positions), |sum over t of d_t|^2, the square of
-// the gradient as summed up so far, and how far its errors reach.
+// What is known of all samples before any product: |a_t|, |d_t| and |sum over t of d_t|^2.
 struct Lengths {
   std::vector<double> a, d, bias;
   Lengths(int64_t batch, int64_t positions)
@@ -99,7 +99,8 @@ struct Scratch {
 };
 
 // Sums the products of block [first, last) of columns with all rows up to it, of both Gram
-// matrices, and how far their errors reach. Rows below the diagonal count through those above.
+// matrices, and how far their errors reach. Rows below the diagonal count through those above; the
+// diagonal is known from the lengths, in double.
 template <class T>
 class GramBlock {
  public:
@@ -142,9 +143,8 @@ class GramBlock {
       kernels_.add_gram_row(aa_ + at, dd_ + at, a_lengths_ + begin, d_lengths_ + begin,
                             last - begin, a, d, &above, &above_reach);
     }
-    const int64_t own = (s - row) * kGramCols + s - first;
-    products->add(2 * above + (s >= first ? aa_[own] * dd_[own] : 0.0));
-    *reach += 2 * above_reach + (s >= first ? 2 * a * a * d * d : 0.0);
+    products->add(2 * above + (s >= first ? a * a * d * d : 0.0));
+    *reach += 2 * above_reach;
   }
 
   const NormKernels<T> kernels_;
@@ -293,7 +293,8 @@ class NormPass {
     sums[0] = products.value();
   }
 
-  // Puts a sample's norm together, and does it again in double where float is not enough.
+  // Puts a sample's norm together, its error included, and does it again in double where float is
+  // not enough.
   double settle(int64_t b, const std::vector<double>& sums) const {
     if (!finite(b)) return std::numeric_limits<double>::quiet_NaN();
     double square = 0.0, reach = 0.0, terms = 0.0, a_total = 0.0, d_total = 0.0;
@@ -306,35 +307,46 @@ class NormPass {
       a_total += lengths_.a[t];
       d_total += lengths_.d[t];
     }
-    // Products that underflow are off by no part of themselves, but by up to the least normal one.
-    const double inputs = double(batch_.activations.width), outputs = double(batch_.errors.width);
-    const double least = std::numeric_limits<T>::min();
-    const double lost = least * (inputs * d_total * d_total + outputs * a_total * a_total);
-    const double lost_root = least * double(batch_.positions);
-    const bool exact = gram_ ? reach <= kGramReach * square && lost <= kLost * square
-                             : terms * terms <= gradient_reach(batch_.positions) * square &&
-                                   lost_root * lost_root * inputs * outputs <= kLost * square;
-    if (!exact) {
+    const double limit = norm_limit<T>(batch_.positions);
+    const double error =
+        gram_ ? gram_error(reach, terms, a_total, d_total) : gradient_error<T>(terms);
+    if (gram_ && square_within(square, error, limit)) {
+      square += error;
+    } else if (!gram_ && norm_within(std::sqrt(square), error, limit)) {
+      square = raised(square, error);
+    } else {
       std::vector<double> copy;
       Scratch<double> scratch;
       const Sample<double> s = sample<double>(b, copy);
-      square = gradient_sq_norm(s, 0, s.outputs, scratch);
-      // Double has its limits, too: where nothing is left, the bound of the error is.
-      if (square < kNothingLeft * terms * terms) {
-        const double error = double(batch_.positions) * 0x1p-53 * terms;
-        square = (std::sqrt(square) + error) * (std::sqrt(square) + error);
-      }
+      square = raised(gradient_sq_norm(s, 0, s.outputs, scratch), gradient_error<double>(terms));
     }
-    return square + lengths_.bias[b];
+    // The bias is a sum of as many rows as there are positions, in double.
+    const double bias_error = rounding_error<double>(batch_.positions) * d_total;
+    return bias_ ? square + raised(lengths_.bias[b], bias_error) : square;
   }
 
-  static constexpr double kGramReach = std::is_same_v<T, float> ? 64.0 : 1e9;
-  static constexpr double kNothingLeft = 1e-20;
-  static constexpr double kLost = 1e-7;
-  static double gradient_reach(int64_t positions) {
-    const double reach = std::is_same_v<T, float> ? 4096.0 : 1e18;
-    return std::max(reach, 4.0 * double(positions));
+  // With a_s . a_t off by at most e |a_s| |a_t|, and d_s . d_t accordingly, the sum of their
+  // products is off by e times the reach, and e^2 (sum over t of |a_t| |d_t|)^2.
+  double gram_error(double reach, double terms, double a_total, double d_total) const {
+    const int64_t inputs = batch_.activations.width, outputs = batch_.errors.width;
+    const int64_t width = std::max(inputs, outputs);
+    const double e = dot_error<T>(width, kRoundings, width / kRoundings + 1);
+    const double lost = double(inputs) * d_total * d_total + double(outputs) * a_total * a_total;
+    return e * reach + e * e * terms * terms + kUnderflow<T> * lost;
   }
+
+  // An element of the gradient is off by at most e times sum over t of |d_to| |a_ti|: the gradient,
+  // by e times sum over t of |d_t| |a_t|.
+  template <class Sums>
+  double gradient_error(double terms) const {
+    const double elements = double(batch_.activations.width) * double(batch_.errors.width);
+    const int64_t positions = batch_.positions;
+    return dot_error<Sums>(positions, kRoundings, positions / kRoundings + 1) * terms +
+           kUnderflow<Sums> * double(positions) * std::sqrt(elements);
+  }
+
+  // Of a chain of products: one for each. See linear_norms.inl.
+  static constexpr int64_t kRoundings = portable::kChain;
 
   const LinearBatch& batch_;
   const bool bias_, gram_;

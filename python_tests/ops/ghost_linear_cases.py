@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpkernels.ops.factor import Diagonal, Factor, Full, LowRank
 from dpkernels.ops.ghost import LinearNorms, linear_norms
-from python_tests.tolerance import assert_as_accurate
+from python_tests.tolerance import assert_as_accurate, assert_never_low
 
 OPERATIONS = (
     "ghost_linear_sq_norms",
@@ -150,10 +150,25 @@ def check(
     truth = exact(a, d, left, right)
     x, y = plain_vectors(a, d, left, right)
     homogeneous = right is not None and right.size == a.shape[-1] + 1
-    plain = plain_sq_norms(x, y, norms.formula, bias and not homogeneous)
-    assert_as_accurate(norms.sq_norms, plain, truth.sq_norms(bias))
+    apart = bias and not homogeneous
+    if norms.stored or norms.formula == "rank_one":
+        plain = plain_sq_norms(x, y, norms.formula, apart)
+        assert_as_accurate(norms.sq_norms, plain, truth.sq_norms(bias))
+    else:
+        check_never_low(norms, apart)
     check_sum(norms, truth, x, y, homogeneous)
     return norms
+
+
+def check_never_low(norms: LinearNorms, apart: bool) -> None:
+    """Assert the contract of norms for the vectors that are summed, transformed if they are.
+
+    apart: whether the bias is not a column of the gradient.
+    """
+    a, d = norms.saved
+    terms = (a.double().norm(dim=2) * d.double().norm(dim=2)).sum(1)
+    terms = terms + d.double().norm(dim=2).sum(1) * apart
+    assert_never_low(norms.sq_norms, exact(a, d).sq_norms(apart), a.shape[1], terms, a.dtype)
 
 
 def check_sum(norms: LinearNorms, truth: Exact, x: Tensor, y: Tensor, homogeneous: bool) -> None:

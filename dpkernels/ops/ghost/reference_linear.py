@@ -10,26 +10,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Products and sums of float64 that cancel to less than this part of their terms' square say nothing
-# any more: the bound of their error stands in for them.
-_ROUNDING = 2.0**-48
-_NOTHING_LEFT = 1e6 * _ROUNDING
+from dpkernels.ops.ghost.rounding import raised, rounding_error
 
 
 def sq_norms(activations: Tensor, errors: Tensor, bias: bool, gram: bool) -> Tensor:
     """Squared norms ``[B]`` of ``sum_t d_t a_t^T``, plus ``|sum_t d_t|^2`` if ``bias``; float64.
 
-    ``gram``: ``sum_{s,t} (a_s . a_t)(d_s . d_t)``; else the squares of the gradient itself.
+    ``gram``: ``sum_{s,t} (a_s . a_t)(d_s . d_t)`` is how compiled implementations get there; here
+    it is the squares of the gradient itself, in float64, with the bound of their error.
     """
     a, d = activations.double(), errors.double()
-    if gram:
-        squares = ((a @ a.mT) * (d @ d.mT)).sum((1, 2))
-        terms = (a.square().sum(2) * d.square().sum(2)).sqrt().sum(1).square()
-        low = squares < _NOTHING_LEFT * terms
-        squares = torch.where(low, squares.abs() + _ROUNDING * terms, squares)
-    else:
-        squares = (d.mT @ a).square().sum((1, 2))
-    return squares + d.sum(1).square().sum(1) if bias else squares
+    error = rounding_error(torch.float64, a.shape[1])
+    d_lengths = torch.linalg.vector_norm(d, dim=2)
+    terms = (torch.linalg.vector_norm(a, dim=2) * d_lengths).sum(1)
+    squares = raised((d.mT @ a).square().sum((1, 2)), error * terms)
+    # Where an infinity meets zeros only, the product is NaN, and so is the norm.
+    if not bias:
+        return squares
+    return squares + raised(d.sum(1).square().sum(1), error * d_lengths.sum(1))
 
 
 def weighted_sum_(

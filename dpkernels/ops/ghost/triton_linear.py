@@ -2,9 +2,9 @@
 
 ``gram`` runs a program for each pair of blocks of positions, ``materialised`` one for each block of
 the gradient: both reduce their tile to a number, so nothing of size T x T or I x O is stored. What
-cancels is done again in float64 by a kernel whose programs end at once for all other samples, so
-the host need not wait to see. The weighted sum is one product, split over the rows so that it fills
-the GPU; rows are scaled on the way in. Transforms are ``torch.matmul``.
+float32 is not enough for is done again in float64 by a kernel whose programs end at once for all
+other samples, so the host need not wait to see. The weighted sum is one product, split over the
+rows so that it fills the GPU; rows are scaled on the way in. Transforms are ``torch.matmul``.
 
 No GPU was at hand: nothing here was timed. Tiles are the largest without spills (static report,
 ``make gpu-check``).
@@ -13,6 +13,7 @@ No GPU was at hand: nothing here was timed. Tiles are the largest without spills
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import triton
@@ -21,6 +22,15 @@ from torch import Tensor
 from dpkernels.ops.ahead_of_time import COMPILE_OPTIONS, AheadOfTimeCase
 from dpkernels.ops.clip import triton_impl as clip_triton
 from dpkernels.ops.ghost.layer import sum_dtype
+from dpkernels.ops.ghost.rounding import (
+    dot_error,
+    norm_limit,
+    norm_within,
+    raised,
+    rounding_error,
+    square_within,
+    underflow,
+)
 from dpkernels.ops.ghost.triton_linear_kernels import (
     exact_gradient_kernel,
     gradient_kernel,
@@ -30,11 +40,6 @@ from dpkernels.ops.ghost.triton_linear_kernels import (
 
 _BLOCK = 32
 _WARPS = 4
-# As on the CPU (csrc/ghost/linear_norms.cpp): how far errors may reach, for float32 and float64.
-_GRAM_REACH = {torch.float32: 64.0, torch.float64: 1e9}
-_GRADIENT_REACH = {torch.float32: 4096.0, torch.float64: 1e18}
-_NOTHING_LEFT = 1e-20
-_LOST = 1e-7
 # Without a GPU (interpreter): small, so that tests see rows split.
 _INTERPRETED_PROGRAMS = 8
 _PROGRAMS_PER_SM = 4
@@ -56,36 +61,49 @@ def _lengths(rows: Tensor, batch: int, positions: int) -> Tensor:
 
 
 def sq_norms(activations: Tensor, errors: Tensor, bias: bool, gram: bool) -> Tensor:
-    """Squared norms ``[B]`` of ``sum_t d_t a_t^T``, plus ``|sum_t d_t|^2`` if ``bias``; float64."""
+    """Squared norms ``[B]`` of ``sum_t d_t a_t^T``, plus ``|sum_t d_t|^2`` if ``bias``; float64.
+
+    Each has the bound of its error added, as in csrc/ghost/linear_norms.cpp.
+    """
     batch, positions = activations.shape[:2]
     a, d = _rows(activations), _rows(errors)
     if batch == 0 or positions == 0:
         return a.new_zeros(batch, dtype=torch.float64)
     lengths = _lengths(a, batch, positions), _lengths(d, batch, positions)
-    terms = (lengths[0] * lengths[1]).sum(1).square()
-    # Products that underflow are off by no part of themselves, but by up to the least normal one.
-    least = torch.finfo(a.dtype).tiny
+    terms = (lengths[0] * lengths[1]).sum(1)
+    limit = norm_limit(a.dtype, positions)
     if gram:
         squares, reach = _gram(a, d, *lengths).sum(1).unbind(1)
-        totals = [length.sum(1).square() for length in lengths]
-        lost = least * (a.shape[1] * totals[1] + d.shape[1] * totals[0])
-        again = ~((reach <= _GRAM_REACH[a.dtype] * squares) & (lost <= _LOST * squares))
+        error = _gram_error(a, d, reach, terms, *(length.sum(1) for length in lengths))
+        again = ~square_within(squares, error, limit)
+        squares = squares + error
     else:
         squares = _gradient(a, d, batch, positions)
-        allowed = max(_GRADIENT_REACH[a.dtype], 4.0 * positions)
-        lost_root = least * positions
-        lost_by_one = lost_root * lost_root * a.shape[1] * d.shape[1]
-        again = ~((terms <= allowed * squares) & (lost_by_one <= _LOST * squares))
-    exact = _exact_gradient(a, d, again)
-    error = positions * 2.0**-53 * terms.sqrt()
-    exact = torch.where(exact < _NOTHING_LEFT * terms, (exact.sqrt() + error).square(), exact)
-    squares = torch.where(again, exact, squares)
+        chains = dot_error(a.dtype, positions, _BLOCK) * terms
+        lost = underflow(a.dtype) * positions * math.sqrt(a.shape[1] * d.shape[1])
+        again = ~norm_within(squares.sqrt(), chains + lost, limit)
+        squares = raised(squares, chains + lost)
+    # Positions one after the other, and a tree over the elements.
+    error = rounding_error(torch.float64, positions + 64) * terms
+    squares = torch.where(again, raised(_exact_gradient(a, d, again), error), squares)
     # An infinity may meet zeros only and be lost in a Gram product, but not in the lengths.
     finite = lengths[0].sum(1) + lengths[1].sum(1) < float("inf")
     squares = torch.where(finite, squares, float("nan"))
     if not bias:
         return squares
-    return squares + errors.sum(1, dtype=torch.float64).square().sum(1)
+    bias_squares = errors.sum(1, dtype=torch.float64).square().sum(1)
+    return squares + raised(
+        bias_squares, rounding_error(torch.float64, positions) * lengths[1].sum(1)
+    )
+
+
+def _gram_error(
+    a: Tensor, d: Tensor, reach: Tensor, terms: Tensor, a_total: Tensor, d_total: Tensor
+) -> Tensor:
+    """Return what Gram products may be off by: first and second order, and underflow."""
+    part = dot_error(a.dtype, max(a.shape[1], d.shape[1]), _BLOCK)
+    lost = a.shape[1] * d_total.square() + d.shape[1] * a_total.square()
+    return part * reach + (part * terms).square() + underflow(a.dtype) * lost
 
 
 def _gram(a: Tensor, d: Tensor, a_lengths: Tensor, d_lengths: Tensor) -> Tensor:

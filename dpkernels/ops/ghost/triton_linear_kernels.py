@@ -56,7 +56,8 @@ def gram_kernel(
     """One pair of blocks of positions of one sample: sum of products, and reach of their errors.
 
     ``partials[b, pair]``: ``sum (a_s . a_t)(d_s . d_t)`` over both orders of s and t, then ``sum
-    |a_s . a_t| |d_s| |d_t| + |a_s| |a_t| |d_s . d_t|``.
+    |a_s . a_t| |d_s| |d_t| + |a_s| |a_t| |d_s . d_t|`` over s != t: terms with s = t are squares
+    of the float64 lengths.
     """
     program = tl.program_id(0).to(tl.int64)
     sample = program // pairs
@@ -75,9 +76,10 @@ def gram_kernel(
     a_t = tl.load(a_lengths + first + t, mask=t < positions, other=0.0)[None, :]
     d_s = tl.load(d_lengths + first + s, mask=s < positions, other=0.0)[:, None]
     d_t = tl.load(d_lengths + first + t, mask=t < positions, other=0.0)[None, :]
-    times = tl.where(s[:, None] < t[None, :], 2.0, tl.where(s[:, None] == t[None, :], 1.0, 0.0))
-    products = tl.sum(tl.where(times > 0, aa * dd * times, 0.0))
-    reach = tl.sum(times * (tl.abs(aa) * d_s * d_t + tl.abs(dd) * a_s * a_t))
+    above = s[:, None] < t[None, :]
+    own = tl.where(s[:, None] == t[None, :], a_s * d_s * a_t * d_t, 0.0)
+    products = tl.sum(tl.where(above, 2 * aa * dd, own))
+    reach = tl.sum(tl.where(above, 2 * (tl.abs(aa) * d_s * d_t + tl.abs(dd) * a_s * a_t), 0.0))
     tl.store(partials + 2 * program, products)
     tl.store(partials + 2 * program + 1, reach)
 
