@@ -68,8 +68,9 @@ struct ConvOutputs {
   void* bias_grads;
 };
 
-// A sample with a value that is not finite gets a norm that is not. A float sample whose terms
-// cancel so far that float products cannot vouch for the norm is computed again in double.
+// No norm is low: each has the bound of its rounding error added (ghost/rounding.h), and a float
+// sample that this would raise too far is computed again in double. A sample with a value that is
+// not finite gets a norm that is not.
 void conv_norms(const ConvProblem& problem, const ConvOutputs& outputs, const Executor& executor);
 
 }  // namespace dpk

@@ -29,16 +29,20 @@ DPK_INLINE void spread_plane(const ConvPlanes& planes, const In* from, const Con
   }
 }
 
-// The input of one sample, into its planes; returns its sum of squares.
+// The input of one sample, into its planes; returns the sum of its channels' squares times their
+// weights.
 template <class Types>
-double spread_input(const ConvPlanes& planes, const void* input, void* output) {
+double spread_input(const ConvPlanes& planes, const void* input, const double* weights,
+                    void* output) {
   using In = typename Types::From;
   using T = typename Types::To;
   const In* from = static_cast<const In*>(input);
   T* to = static_cast<T*>(output);
-  double sum = 0.0, squares = 0.0;
-  sum_and_squares(from, planes.channels * planes.pixels, sum, squares);
+  double total = 0.0;
   for (int64_t c = 0; c < planes.channels; ++c, from += planes.pixels) {
+    double sum = 0.0, squares = 0.0;
+    sum_and_squares(from, planes.pixels, sum, squares);
+    total += weights[c] * squares;
     for (int64_t z = 0; z < planes.phase_count[0]; ++z) {
       for (int64_t y = 0; y < planes.phase_count[1]; ++y) {
         for (int64_t x = 0; x < planes.phase_count[2]; ++x, to += planes.plane) {
@@ -48,7 +52,7 @@ double spread_input(const ConvPlanes& planes, const void* input, void* output) {
       }
     }
   }
-  return squares;
+  return total;
 }
 
 // The errors of one sample, rows at the pitch of the planes and channels `pitch` apart; returns
@@ -140,23 +144,37 @@ double gradient(const void* errors, int64_t pitch, int64_t rows, const void* pla
   return sq_norm;
 }
 
-// to[p][c] = from[c][p] for `channels` by `points`; rows of `to` are `pitch` apart. Returns the sum
-// of squares; where sums is not null, adds up each channel.
+// squares[p] += x[p]^2, in double.
+template <class In>
+DPK_INLINE void add_squares(const In* x, int64_t n, double* squares) {
+  constexpr int kStep = kLanes / 2;
+  int64_t p = 0;
+  for (; p + kStep <= n; p += kStep) {
+    const vd v = load_double(x + p);
+    store(squares + p, load_as<vd>(squares + p) + v * v);
+  }
+  for (; p < n; ++p) squares[p] += double(to_float(x[p])) * double(to_float(x[p]));
+}
+
+// to[p][c] = from[c][p] for `channels` by `points`; rows of `to` are `pitch` apart. squares[p]: the
+// sum of squares of a point. Returns that of all; where sums is not null, adds up each channel.
 template <class Types>
 double transpose(const void* input, int64_t channels, int64_t points, void* output, int64_t pitch,
-                 double* sums) {
+                 double* squares, double* sums) {
   using In = typename Types::From;
   using T = typename Types::To;
-  double squares = 0.0;
+  double total = 0.0;
+  for (int64_t p = 0; p < points; ++p) squares[p] = 0.0;
   for (int64_t c = 0; c < channels; ++c) {
     const In* from = static_cast<const In*>(input) + c * points;
     T* to = static_cast<T*>(output) + c;
     double sum = 0.0;
-    sum_and_squares(from, points, sum, squares);
+    sum_and_squares(from, points, sum, total);
     if (sums != nullptr) sums[c] = sum;
+    add_squares(from, points, squares);
     for (int64_t p = 0; p < points; ++p) to[p * pitch] = static_cast<T>(to_float(from[p]));
   }
-  return squares;
+  return total;
 }
 
 // Calls visit(s, t, products) for the tiles of the upper triangle of a a^T, a having n rows of
@@ -176,7 +194,10 @@ DPK_INLINE void visit_gram_tiles(const T* a, int64_t n, int64_t pitch, Visit&& v
   }
 }
 
-// sum over positions s, t of (patch_s . patch_t)(error_s . error_t), for one group.
+// sum over positions s, t of (patch_s . patch_t)(error_s . error_t), for one group. How far that
+// may be off in units of the relative error of products of errors goes to reach[0], sum over s != t
+// of |patch_s . patch_t| |error_s| |error_t|, and of patches to reach[1], sum of |patch_s|
+// |patch_t| |error_s . error_t|. Terms with s = t are squares of the lengths, in double.
 //
 // x: [pixels, x_pitch], pixels by channels; d: [positions, d_pitch]. Products of patches are sums
 // over the taps of products of pixels, so those are computed once, into `products`
@@ -184,7 +205,8 @@ DPK_INLINE void visit_gram_tiles(const T* a, int64_t n, int64_t pitch, Visit&& v
 // meets[tap * positions + t]: the pixel under a tap at position t, or `pixels` for the padding.
 template <class T>
 double gram(const void* x, int64_t pixels, int64_t x_pitch, const void* d, int64_t positions,
-            int64_t d_pitch, const int32_t* meets, int64_t taps, double* products) {
+            int64_t d_pitch, const int32_t* meets, int64_t taps, const double* patch_lengths,
+            const double* error_lengths, double* products, double* reach) {
   const int64_t ld = pixels + 1;
   visit_gram_tiles(static_cast<const T*>(x), pixels, x_pitch,
                    [&](int64_t s, int64_t t, const double (&tile)[3][4]) {
@@ -194,20 +216,33 @@ double gram(const void* x, int64_t pixels, int64_t x_pitch, const void* d, int64
                        }
                      }
                    });
-  double total = 0.0;
+  double total = 0.0, errors_reach = 0.0, patches_reach = 0.0;
   visit_gram_tiles(static_cast<const T*>(d), positions, d_pitch,
                    [&](int64_t s, int64_t t, const double (&tile)[3][4]) {
                      for (int64_t i = s; i < s + 3 && i < positions; ++i) {
-                       for (int64_t j = t < i ? i : t; j < t + 4 && j < positions; ++j) {
+                       double row = 0.0, error_reach = 0.0, patch_reach = 0.0;
+                       for (int64_t j = t <= i ? i + 1 : t; j < t + 4 && j < positions; ++j) {
                          double patches = 0.0;
                          for (int64_t k = 0; k < taps; ++k) {
                            const int32_t* pixel = meets + k * positions;
                            patches += products[pixel[i] * ld + pixel[j]];
                          }
-                         // Each product beside the diagonal stands for two.
-                         total += (i == j ? 1.0 : 2.0) * patches * tile[i - s][j - t];
+                         const double errors = tile[i - s][j - t];
+                         row += patches * errors;
+                         error_reach += __builtin_fabs(patches) * error_lengths[j];
+                         patch_reach += __builtin_fabs(errors) * patch_lengths[j];
                        }
+                       // Each product beside the diagonal stands for two.
+                       total += 2.0 * row;
+                       errors_reach += 2.0 * error_reach * error_lengths[i];
+                       patches_reach += 2.0 * patch_reach * patch_lengths[i];
                      }
                    });
+  for (int64_t t = 0; t < positions; ++t) {
+    const double length = patch_lengths[t] * error_lengths[t];
+    total += length * length;
+  }
+  reach[0] += errors_reach;
+  reach[1] += patches_reach;
   return total;
 }

@@ -79,9 +79,8 @@ DPK_INLINE void add_lanes(const vf (&sums)[4], double* totals) {
 // totals[r][c] = dot product of a[r] and b[c] over n elements, a multiple of kLanes. Three rows by
 // four columns: twelve sums, three elements of a and one of b fill the sixteen registers of AVX2.
 //
-// A lane adds up 32 products in T before they go into a double: rounding that always goes the same
-// way (equal products) loses at most 16 half-ulps, 1e-6, where one long chain would lose any
-// amount.
+// A lane adds up 32 products in T before they go into a double: the bound of what rounding takes
+// (kRoundings of conv.cpp) does not grow with n.
 template <int kRows, class T>
 DPK_INLINE void dot_tile(const T* const (&a)[kRows], const T* const (&b)[4], int64_t n,
                          double (&totals)[kRows][4]) {

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dpkernels.ops.clip import clip_factors
-from dpkernels.ops.factor import Factor, Full
+from dpkernels.ops.factor import Diagonal, Factor, Full
 from dpkernels.ops.ghost import ConvNorms, conv_clip_and_sum, conv_norms, conv_plan
 from python_tests.ops import ghost_cases as cases
+from python_tests.tolerance import assert_never_low
 
 OPERATIONS = ("ghost_conv_norms", "row_sq_norms", "weighted_row_sum_", "clip_factors")
 
@@ -65,11 +66,39 @@ def plain_sums(x: Tensor, errors: Tensor, factors: Tensor, module: nn.Module) ->
     return list(torch.autograd.grad((module(x) * weighted).sum(), list(module.parameters())))
 
 
+def check_never_low(
+    norms: ConvNorms, exact: list[Tensor], x: Tensor, errors: Tensor, gain: float
+) -> None:
+    """Assert the contract of norms; ``exact``: what is summed; ``gain``: of its right factor."""
+    lengths = [v.double().flatten(1).norm(dim=1) for v in (x, errors)]
+    positions, taps = errors[0, 0].numel(), exact[0][0, 0].numel()
+    # A pixel is in at most as many patches as there are taps; the bias adds up all errors.
+    terms = gain * (taps**0.5 * lengths[0] + positions**0.5) * lengths[1]
+    assert_never_low(norms.sq_norms, cases.sq_norms(exact), positions, terms, x.dtype)
+
+
+def check_summed(
+    norms: ConvNorms, module: nn.Module, x: Tensor, right: Factor | None, homogeneous: bool
+) -> None:
+    """Assert that norms are those of what is summed: from transformed errors, or as it is saved."""
+    if norms.saved and not isinstance(right, Diagonal | None):
+        saved = list(norms.saved)[: 1 + norms._bias]
+        torch.testing.assert_close(norms.sq_norms, cases.sq_norms(saved), rtol=1e-12, atol=0)
+        return
+    raw = cases.autograd_loop(module, x.double(), norms._errors)
+    exact = cases.precondition(raw, None, right, homogeneous)
+    gain = 1.0 if right is None else right.dense().double().norm().item()
+    check_never_low(norms, exact, x, norms._errors, gain)
+
+
 def check(norms: ConvNorms, x: Tensor, errors: Tensor, module: nn.Module) -> None:
     """Assert that norms and sums are those of autograd, one sample at a time."""
     exact = cases.autograd_loop(module, x.double(), errors)
     dtype = cases.sum_dtype(x.dtype)
-    cases.check_norms(norms.sq_norms, exact, dtype)
+    if norms.formula == "rank_one":
+        cases.check_norms(norms.sq_norms, exact, dtype)
+    else:
+        check_never_low(norms, exact, x, errors, 1.0)
     factors = 0.25 * torch.arange(1, len(x) + 1, dtype=dtype)
     plain = plain_sums(x, errors, factors, module)
     cases.check_sums(norms.weighted_sum(factors), exact, factors, plain)
@@ -188,7 +217,10 @@ def test_factors(backend: str, name: str, sides: str, kind: str) -> None:
     wanted = ["auto", "materialised"] + ["gram"] * (right is None)
     for formula in wanted + ["rank_one"] * (name == "one position"):
         norms = conv_norms(x, errors, **options, left=left, right=right, formula=formula)
-        cases.check_norms(norms.sq_norms, exact, torch.float32, rough)
+        if norms.formula == "rank_one":
+            cases.check_norms(norms.sq_norms, exact, torch.float32, rough)
+        else:
+            check_summed(norms, module, x, right, sides == "homogeneous")
         cases.check_sums(norms.weighted_sum(factors), exact, factors, plain)
 
 
@@ -202,8 +234,7 @@ def test_gradients_too_large_to_keep_are_computed_again(backend: str) -> None:
         assert small.saved and not norms.saved
         raw = cases.autograd_loop(module, x.double(), errors)
         exact = cases.precondition(raw, None, right, False)
-        rough = cases.precondition([g.float() for g in raw], None, right, False)
-        cases.check_norms(norms.sq_norms, exact, torch.float32, rough)
+        check_summed(norms, module, x, right, False)
         factors = torch.tensor([0.5, 0.0, 2.0])
         sums = plain_sums(x, errors, factors, module)
         plain = plain_preconditioned(sums, None, right, False)

@@ -10,10 +10,16 @@ patches ``[L, I]`` with I = C/g * K (L positions, K kernel elements). Three form
                   sums of products of pixels, so this costs P^2 C + L^2 (O + K) for P input pixels.
 ``rank_one``      one position: |patch|^2 |d|^2.
 
-Squared norms are float64. Products are float32 for float32 and half-precision inputs, added up in
-short chains and then in float64; a sample whose terms cancel so far that this cannot vouch for
-its norm (norm^2 below 1/(L O I) of |patches|^2 |d|^2, for ``gram`` below 1/(4 L) of it) is computed
-again in float64. A sample with any value that is not finite has a norm that is not, and
+Squared norms are float64 and never under-estimated. Products are float32 for float32 and
+half-precision inputs, added up in chains of 32 and then in float64, and a bound of their rounding
+error that holds for any data is part of the norm; a sample whose norm that would raise too far is
+computed again in float64. So, with L positions::
+
+    norm (1 - 1e-7) <= sqrt(sq_norms) <= norm (1 + max(5e-5, 1e-5 sqrt(L)))
+
+(1e-8 for float64 inputs), but for about 1e-14 of the terms, which is what float64 leaves of
+gradients that cancel to nothing. ``rank_one`` and kept gradients under a dense ``right`` are
+measured as they are summed. A sample with any value that is not finite has a norm that is not, and
 contributes exactly zero.
 
 ``left`` acts on the output channels, ``right`` on the I elements of a patch (I + 1: the bias is the
@@ -28,7 +34,7 @@ import torch
 from torch import Tensor
 
 from dpkernels.ops.clip import clip_factors, row_sq_norms, weighted_row_sum
-from dpkernels.ops.factor import Diagonal, Factor
+from dpkernels.ops.factor import Diagonal, Factor, Full, LowRank
 from dpkernels.ops.ghost import reference_conv
 from dpkernels.ops.ghost.conv_operator import run_conv_norms
 from dpkernels.ops.ghost.conv_shape import (
@@ -51,10 +57,10 @@ from dpkernels.ops.ghost.layer import (
     largest_gain,
     sum_buffers,
     sum_dtype,
-    with_rounding,
     write_sum,
 )
 from dpkernels.ops.ghost.plan import Plan
+from dpkernels.ops.ghost.rounding import raised, rounding_error
 from dpkernels.ops.kron import apply_factor
 
 # Per-sample gradients that a dense right factor is applied to at a time: it bounds the memory that
@@ -68,8 +74,9 @@ class ConvNorms:
 
     sq_norms: float64 ``[B]``, of the preconditioned gradient of weight and, if asked for, bias.
     formula: the one that ran.
-    saved: materialised: gradients ``[B, O, I]`` and ``[B, O]``, if kept; rank_one: patches
-        ``[B, g, I]`` (or I + 1) and errors ``[B, g, O/g]``, both transformed.
+    saved: materialised: gradients ``[B, O, I]`` and ``[B, O]``, if kept, under a dense right factor
+        but not under a diagonal one; rank_one: patches ``[B, g, I]`` (or I + 1) and errors
+        ``[B, g, O/g]``, both transformed.
     """
 
     sq_norms: Tensor
@@ -78,7 +85,7 @@ class ConvNorms:
     _shape: ConvShape = field(repr=False)
     _activations: Tensor = field(repr=False)
     _errors: Tensor = field(repr=False)  # under the left factor
-    _right: Factor | None = field(repr=False)
+    _right: Factor | None = field(repr=False)  # None if what is saved is under it
     _bias: bool = field(repr=False)
 
     def weighted_sum(
@@ -243,6 +250,7 @@ def conv_norms(
         sq_norms, saved = _rank_one(shape, x, d, bias, right)
     elif isinstance(right, Factor) and not isinstance(right, Diagonal):
         sq_norms, saved = _dense_right(shape, x, d, bias, right)
+        right = None if saved else right
     else:
         scale = _column_scale(shape, right)
         keep = formula == "materialised" and gradients_kept(shape)
@@ -344,26 +352,42 @@ def _squares(x: Tensor) -> Tensor:
 def _dense_right(
     shape: ConvShape, x: Tensor, d: Tensor, bias: bool, right: Factor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Apply a dense right factor to some samples' gradients at a time, and keep those if small."""
+    """Apply a dense right factor to some samples' gradients at a time, and keep those if small.
+
+    Kept ones are measured as they are summed. Where the sum is computed again and the factor
+    applied to it, what float32 rounds here is not in it, and a factor that all but removes a
+    gradient would leave nothing else: such norms are taken in float64.
+    """
     keep = gradients_kept(shape)
-    sample_bytes = shape.out_channels * right.size * sum_dtype(x.dtype).itemsize
-    samples = max(1, _BLOCK_BYTES // sample_bytes)
+    dtype = sum_dtype(x.dtype) if keep else torch.float64
+    factor = right if keep else _in_double(right)
+    samples = max(1, _BLOCK_BYTES // (shape.out_channels * right.size * dtype.itemsize))
     parts = []
     for some_x, some_d in zip(x.split(samples), d.split(samples), strict=True):
+        if not keep:
+            some_x, some_d = some_x.double(), some_d.double()
         unscaled, grads, bias_grads = run_conv_norms(
             shape, some_x, some_d, True, None, "materialised", True
         )
         if right.size > shape.columns:
-            both = torch.cat([grads, bias_grads.unsqueeze(2)], 2)
-            transformed = apply_factor(both, right)
+            both = apply_factor(torch.cat([grads, bias_grads.unsqueeze(2)], 2), factor)
+            grads = both[..., : shape.columns].contiguous()
+            bias_grads = both[..., shape.columns].contiguous()
         else:
-            transformed = apply_factor(grads, right)
-        sq_norms = row_sq_norms([transformed.flatten(1)])
-        # The sum applies the factor to the sum: what rounding takes off this product, it does not.
-        sq_norms = with_rounding(sq_norms, unscaled.sqrt() * largest_gain(right), grads.dtype)
-        if bias and right.size == shape.columns:
-            sq_norms = sq_norms + row_sq_norms([bias_grads])
+            grads = apply_factor(grads, factor)
+        sq_norms = row_sq_norms([grads.flatten(1), *([bias_grads] * bias)])
+        if not keep:
+            # Of a sum over the positions (128: in lanes and tiles) and of two over the columns.
+            part = rounding_error(torch.float64, shape.positions + 128 + 2 * right.size)
+            sq_norms = raised(sq_norms, part * largest_gain(right) * unscaled.sqrt())
         # A sample that the unscaled norm finds not finite stays so.
         parts.append((sq_norms + 0 * unscaled, *([grads, bias_grads] * keep)))
     sq_norms, *kept = (torch.cat(part) for part in zip(*parts, strict=True))
     return sq_norms, tuple(kept)
+
+
+def _in_double(factor: Factor) -> Factor:
+    if isinstance(factor, Full):
+        return Full(factor.matrix.detach().double())
+    assert isinstance(factor, LowRank)
+    return LowRank(factor.vectors.detach().double(), factor.values.detach().double(), factor.tail)

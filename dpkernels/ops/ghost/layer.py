@@ -1,4 +1,4 @@
-"""What the layers of this room share: checks, buffers for sums, dropped samples, rounding."""
+"""What the layers of this room share: checks, buffers for sums, dropped samples, gains."""
 
 from __future__ import annotations
 
@@ -167,30 +167,16 @@ def drop_samples(factors: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.where(kept.view(-1, *[1] * (t.dim() - 1)), t, 0) for t in tensors)
 
 
-# Where results are less than 1/64 of their terms, what rounding left of them counts.
-_CANCELLED = 4096.0
+def largest_gain(factor: Factor) -> Tensor:
+    """Return a bound of the norm of the factor with all its numbers made positive, float64.
 
-
-def with_rounding(sq_norms: Tensor, terms: Tensor, dtype: torch.dtype, chain: int = 1) -> Tensor:
-    """Return float64 squared norms, larger by what rounding may have cost where it shows.
-
-    sq_norms: ``[B]`` of vectors whose elements were added up in ``dtype``, ``chain`` terms each.
-    terms: ``[B]``, the length that the vectors would have if nothing had cancelled.
-
-    Sums in floating point are off by a few roundings of their terms. Where those are much longer
-    than the result, four of them are added to its norm.
+    It is what rounding errors of a product with it are to be multiplied by. ``Full``: the root of
+    the largest sums of a row and of a column; ``LowRank``: its r vectors have length 1 each.
     """
-    rounding = 2.0 * torch.finfo(dtype).eps * terms
-    cancelled = terms.square() > max(_CANCELLED, 4.0 * chain) * sq_norms
-    return torch.where(cancelled, (sq_norms.sqrt() + rounding).square(), sq_norms)
-
-
-def largest_gain(factor: Factor | None) -> Tensor | float:
-    """Return a bound of the largest singular value: the largest sum of magnitudes in a column."""
-    if factor is None:
-        return 1.0
     if isinstance(factor, Full):
-        return factor.matrix.detach().abs().sum(0).max().double()
+        sizes = factor.matrix.detach().abs().double()
+        return (sizes.sum(0).max() * sizes.sum(1).max()).sqrt()
+    values = factor.values.detach().double()
     if isinstance(factor, Diagonal):
-        return factor.values.detach().abs().max().double()
-    return factor.values.detach().abs().max().clamp(min=abs(factor.tail)).double()
+        return values.abs().max()
+    return abs(factor.tail) + (values - factor.tail).abs().sum()
