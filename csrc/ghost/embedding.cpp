@@ -1,9 +1,11 @@
 #include "ghost/embedding.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <vector>
 
+#include "ghost/rounding.h"
 #define DPK_KERNELS "ghost/embedding_kernels.inl"
 #include "common/for_each_isa.h"
 
@@ -43,11 +45,13 @@ double sample_sq_norm(const EmbeddingProblem& p, int64_t sample, std::vector<int
       squares = DPK_FOR_ISA(isa, row_squares<In>)(error_row<In>(p, sample, keys[begin] % p.tokens),
                                                   p.width);
     } else {
+      double lengths = 0.0;
       for (int64_t k = begin; k < end; ++k) {
-        DPK_FOR_ISA(isa, add_row<In>)(error_row<In>(p, sample, keys[k] % p.tokens), p.width,
-                                      sum.data(), k == begin);
+        lengths += std::sqrt(DPK_FOR_ISA(isa, add_row<In>)(
+            error_row<In>(p, sample, keys[k] % p.tokens), p.width, sum.data(), k == begin));
       }
-      squares = DPK_FOR_ISA(isa, row_squares<double>)(sum.data(), p.width);
+      squares = raised_if_low(DPK_FOR_ISA(isa, row_squares<double>)(sum.data(), p.width),
+                              rounding_error<double>(end - begin) * lengths);
     }
     const double scale = p.scale == nullptr ? 1.0 : p.scale[token];
     // Padding counts for nothing, but a NaN in it still marks the sample.

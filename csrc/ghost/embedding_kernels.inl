@@ -8,17 +8,25 @@ double row_squares(const void* row, int64_t n) {
   return squares;
 }
 
-// sum[j] (+)= row[j], in double.
+// sum[j] (+)= row[j], in double. Returns the sum of squares of the row.
 template <class In>
-void add_row(const void* row, int64_t n, double* sum, bool overwrite) {
+double add_row(const void* row, int64_t n, double* sum, bool overwrite) {
   const In* x = static_cast<const In*>(row);
   constexpr int kStep = kLanes / 2;
+  vd squares = vd{};
   int64_t j = 0;
   for (; j + kStep <= n; j += kStep) {
     const vd v = load_double(x + j);
+    squares += v * v;
     store(sum + j, overwrite ? v : load_as<vd>(sum + j) + v);
   }
-  for (; j < n; ++j) sum[j] = (overwrite ? 0.0 : sum[j]) + to_float(x[j]);
+  double total = sum_of_lanes(squares);
+  for (; j < n; ++j) {
+    const double v = to_float(x[j]);
+    total += v * v;
+    sum[j] = (overwrite ? 0.0 : sum[j]) + v;
+  }
+  return total;
 }
 
 DPK_INLINE vf load_row(const float* p) { return load_float(p); }

@@ -79,7 +79,9 @@ def test_repeated_tokens_count_with_their_cross_terms(backend: str) -> None:
     errors = torch.tensor([[[3.0], [4.0]], [[3.0], [4.0]], [[3.0], [-3.0]]])
     indices = torch.tensor([[1, 2], [1, 1], [1, 1]])
     norms = embedding_norms(indices, errors, num_embeddings=3)
-    assert norms.sq_norms.tolist() == [25.0, 49.0, 0.0]
+    assert norms.sq_norms[:2].tolist() == [25.0, 49.0]
+    # Of what cancels, the bound of float64 rounding is left: two roundings of 3 + 3.
+    assert 0 <= norms.sq_norms[2].sqrt() <= 2 * 6 * 2.0**-52
 
 
 @given(

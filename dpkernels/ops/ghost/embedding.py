@@ -4,7 +4,8 @@ A sample's gradient has one row for each distinct token v: the sum of the errors
 that hold v. Its squared norm, sum_v |sum_{t: token_t = v} d_t|^2, is not the sum of the |d_t|^2: a
 token that comes twice counts with its cross terms. Tokens are sorted within a sample, so that
 nothing of the size of the vocabulary is formed for a sample; errors of one token are added up in
-float64, so cancellation costs nothing. The weighted sum is deterministic.
+float64, and where they cancel so far that even this may be low by more than 5e-8, the bound of its
+rounding error is added. The weighted sum is deterministic.
 
 ``left`` acts on the D elements of a row, ``right`` is a ``Diagonal`` over the vocabulary.
 

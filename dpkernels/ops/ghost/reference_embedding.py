@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dpkernels.ops.ghost.rounding import rounding_error
+
 
 def embedding_sq_norms(
     indices: Tensor, errors: Tensor, scale: Tensor | None, vocabulary: int, padding_index: int
@@ -12,7 +14,7 @@ def embedding_sq_norms(
     """``sum over distinct tokens v of scale_v^2 |sum over t with token v of errors_t|^2``, float64.
 
     Tokens are put in order, equal ones beside each other, and numbered within their sample; the
-    errors of one number are added up. B T D float64 numbers are held, whatever the vocabulary.
+    errors of one number are added up. 2 B T D float64 numbers are held, whatever the vocabulary.
     """
     width = errors.shape[2]
     ordered, order = indices.sort(dim=1, stable=True)
@@ -20,8 +22,12 @@ def embedding_sq_norms(
     new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
     number = new.cumsum(1) - 1
     wide = errors.double().gather(1, order.unsqueeze(2).expand(-1, -1, width))
-    sums = torch.zeros_like(wide)
-    sums.scatter_add_(1, number.unsqueeze(2).expand(-1, -1, width), wide)
+    places = number.unsqueeze(2).expand(-1, -1, width)
+    sums = torch.zeros_like(wide).scatter_add_(1, places, wide).abs()
+    # Where all but nothing is left of the terms, what rounding took counts.
+    error = torch.zeros_like(wide).scatter_add_(1, places, wide.abs())
+    error *= rounding_error(torch.float64, errors.shape[1])
+    sums = torch.where(error > 5e-8 * sums, sums + error, sums)
     # Every position of a token reads the same sum; only its first one counts.
     squares = sums.square().sum(2).gather(1, number)
     weights = new.double()

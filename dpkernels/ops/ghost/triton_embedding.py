@@ -47,20 +47,29 @@ def token_norms_kernel(
     column = program % blocks * COLUMNS + tl.arange(0, COLUMNS)
     first = sample * tokens
     run = tl.zeros([COLUMNS], tl.float64)
+    magnitude = tl.zeros([COLUMNS], tl.float64)
     total = tl.zeros([COLUMNS], tl.float64)
+    # A sum of so many terms errs by at most this part of their magnitudes' sum.
+    rounding = tokens.to(tl.float64) * 2.0**-52
     for t in range(0, tokens):
         token = tl.load(ordered + first + t)
         following = tl.load(ordered + first + t + 1, mask=t + 1 < tokens, other=-1)
         at = errors + sample * batch_stride + tl.load(order + first + t) * token_stride
-        run += tl.load(at + column, mask=column < width, other=0.0).to(tl.float64)
+        row = tl.load(at + column, mask=column < width, other=0.0).to(tl.float64)
+        run += row
+        magnitude += tl.abs(row)
         ends = token != following
         # Padding counts for nothing, but a NaN in it still marks the sample.
         weight = tl.where(ends & (token != padding), 1.0, 0.0).to(tl.float64)
         if SCALED:
             factor = tl.load(scale + token)
             weight *= factor * factor
-        total += weight * run * run
+        # Where all but nothing is left of the terms, what rounding took counts.
+        error = rounding * magnitude
+        found = tl.abs(run) + tl.where(error > 5e-8 * tl.abs(run), error, 0.0)
+        total += weight * found * found
         run = tl.where(ends, 0.0, run)
+        magnitude = tl.where(ends, 0.0, magnitude)
     tl.store(partial_norms + program, tl.sum(total, 0))
 
 
