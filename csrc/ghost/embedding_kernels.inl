@@ -13,14 +13,19 @@ template <class In>
 double add_row(const void* row, int64_t n, double* sum, bool overwrite) {
   const In* x = static_cast<const In*>(row);
   constexpr int kStep = kLanes / 2;
-  vd squares = vd{};
+  // Four chains of squares hide the latency of additions.
+  constexpr int kChains = 4;
+  vd squares[kChains] = {vd{}, vd{}, vd{}, vd{}};
   int64_t j = 0;
-  for (; j + kStep <= n; j += kStep) {
-    const vd v = load_double(x + j);
-    squares += v * v;
-    store(sum + j, overwrite ? v : load_as<vd>(sum + j) + v);
+  for (; j + kChains * kStep <= n; j += kChains * kStep) {
+    for (int k = 0; k < kChains; ++k) {
+      const vd v = load_double(x + j + k * kStep);
+      double* const to = sum + j + k * kStep;
+      squares[k] += v * v;
+      store(to, overwrite ? v : load_as<vd>(to) + v);
+    }
   }
-  double total = sum_of_lanes(squares);
+  double total = sum_of_lanes(squares[0] + squares[1] + (squares[2] + squares[3]));
   for (; j < n; ++j) {
     const double v = to_float(x[j]);
     total += v * v;
