@@ -78,10 +78,17 @@ def check_never_low(
 
 
 def check_summed(
-    norms: ConvNorms, module: nn.Module, x: Tensor, right: Factor | None, homogeneous: bool
+    norms: ConvNorms,
+    module: nn.Module,
+    x: Tensor,
+    errors: Tensor,
+    left: Factor | None,
+    right: Factor | None,
+    homogeneous: bool,
 ) -> None:
     """Assert that norms are those of what is summed: from transformed errors, or as it is saved."""
-    if norms.saved and not isinstance(right, Diagonal | None):
+    late = left is not None and norms._errors.data_ptr() == errors.data_ptr()
+    if norms.saved and (late or not isinstance(right, Diagonal | None)):
         saved = list(norms.saved)[: 1 + norms._bias]
         torch.testing.assert_close(norms.sq_norms, cases.sq_norms(saved), rtol=1e-12, atol=0)
         return
@@ -220,7 +227,7 @@ def test_factors(backend: str, name: str, sides: str, kind: str) -> None:
         if norms.formula == "rank_one":
             cases.check_norms(norms.sq_norms, exact, torch.float32, rough)
         else:
-            check_summed(norms, module, x, right, sides == "homogeneous")
+            check_summed(norms, module, x, errors, left, right, sides == "homogeneous")
         cases.check_sums(norms.weighted_sum(factors), exact, factors, plain)
 
 
@@ -234,7 +241,7 @@ def test_gradients_too_large_to_keep_are_computed_again(backend: str) -> None:
         assert small.saved and not norms.saved
         raw = cases.autograd_loop(module, x.double(), errors)
         exact = cases.precondition(raw, None, right, False)
-        check_summed(norms, module, x, right, False)
+        check_summed(norms, module, x, errors, None, right, False)
         factors = torch.tensor([0.5, 0.0, 2.0])
         sums = plain_sums(x, errors, factors, module)
         plain = plain_preconditioned(sums, None, right, False)

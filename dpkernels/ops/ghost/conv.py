@@ -45,6 +45,7 @@ from dpkernels.ops.ghost.conv_shape import (
     conv_shape,
     gradients_kept,
     plan_of,
+    transforms_gradients,
     why_not,
 )
 from dpkernels.ops.ghost.layer import (
@@ -61,7 +62,7 @@ from dpkernels.ops.ghost.layer import (
 )
 from dpkernels.ops.ghost.plan import Plan
 from dpkernels.ops.ghost.rounding import raised, rounding_error
-from dpkernels.ops.kron import apply_factor
+from dpkernels.ops.kron import apply_factor, apply_kron
 
 # Per-sample gradients that a dense right factor is applied to at a time: it bounds the memory that
 # they and the result take, whatever the batch. Not tuned.
@@ -74,8 +75,8 @@ class ConvNorms:
 
     sq_norms: float64 ``[B]``, of the preconditioned gradient of weight and, if asked for, bias.
     formula: the one that ran.
-    saved: materialised: gradients ``[B, O, I]`` and ``[B, O]``, if kept, under a dense right factor
-        but not under a diagonal one; rank_one: patches ``[B, g, I]`` (or I + 1) and errors
+    saved: materialised: gradients ``[B, O, I]`` and ``[B, O]``, if kept, under factors, but not
+        under a diagonal right one; rank_one: patches ``[B, g, I]`` (or I + 1) and errors
         ``[B, g, O/g]``, both transformed.
     """
 
@@ -243,13 +244,14 @@ def conv_norms(
         raise ValueError(f"{op}: no formula {formula!r}; there are auto, {', '.join(FORMULAS)}")
     elif (reason := why_not(shape, formula, right)) is not None:
         raise ValueError(f"{op}: formula {formula!r} does not apply: {reason}")
-    if left is not None:
+    late = formula == "materialised" and transforms_gradients(shape, left)
+    if left is not None and not late:
         d = apply_factor(d.transpose(1, -1), left).transpose(1, -1)
         x = x.to(d.dtype)
     if formula == "rank_one":
         sq_norms, saved = _rank_one(shape, x, d, bias, right)
-    elif isinstance(right, Factor) and not isinstance(right, Diagonal):
-        sq_norms, saved = _dense_right(shape, x, d, bias, right)
+    elif late or isinstance(right, Full | LowRank):
+        sq_norms, saved = _transformed(shape, x, d, bias, left if late else None, right)
         right = None if saved else right
     else:
         scale = _column_scale(shape, right)
@@ -349,10 +351,10 @@ def _squares(x: Tensor) -> Tensor:
     return norms.square()
 
 
-def _dense_right(
-    shape: ConvShape, x: Tensor, d: Tensor, bias: bool, right: Factor
+def _transformed(
+    shape: ConvShape, x: Tensor, d: Tensor, bias: bool, left: Factor | None, right: Factor | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Apply a dense right factor to some samples' gradients at a time, and keep those if small.
+    """Apply factors to some samples' gradients at a time, and keep those if small.
 
     Kept ones are measured as they are summed. Where the sum is computed again and the factor
     applied to it, what float32 rounds here is not in it, and a factor that all but removes a
@@ -361,7 +363,8 @@ def _dense_right(
     keep = gradients_kept(shape)
     dtype = sum_dtype(x.dtype) if keep else torch.float64
     factor = right if keep else _in_double(right)
-    samples = max(1, _BLOCK_BYTES // (shape.out_channels * right.size * dtype.itemsize))
+    augmented = right is not None and right.size > shape.columns
+    samples = max(1, _BLOCK_BYTES // (shape.out_channels * (shape.columns + 1) * dtype.itemsize))
     parts = []
     for some_x, some_d in zip(x.split(samples), d.split(samples), strict=True):
         if not keep:
@@ -369,24 +372,29 @@ def _dense_right(
         unscaled, grads, bias_grads = run_conv_norms(
             shape, some_x, some_d, True, None, "materialised", True
         )
-        if right.size > shape.columns:
-            both = apply_factor(torch.cat([grads, bias_grads.unsqueeze(2)], 2), factor)
+        if augmented:
+            both = apply_kron(torch.cat([grads, bias_grads.unsqueeze(2)], 2), left, factor)
             grads = both[..., : shape.columns].contiguous()
             bias_grads = both[..., shape.columns].contiguous()
         else:
-            grads = apply_factor(grads, factor)
+            grads = apply_kron(grads, left, factor)
+            bias_grads = apply_factor(bias_grads, left)
         sq_norms = row_sq_norms([grads.flatten(1), *([bias_grads] * bias)])
         if not keep:
+            assert right is not None
             # Of a sum over the positions (128: in lanes and tiles) and of two over the columns.
             part = rounding_error(torch.float64, shape.positions + 128 + 2 * right.size)
             sq_norms = raised(sq_norms, part * largest_gain(right) * unscaled.sqrt())
         # A sample that the unscaled norm finds not finite stays so.
         parts.append((sq_norms + 0 * unscaled, *([grads, bias_grads] * keep)))
-    sq_norms, *kept = (torch.cat(part) for part in zip(*parts, strict=True))
+    if len(parts) == 1:
+        sq_norms, *kept = parts[0]
+    else:
+        sq_norms, *kept = (torch.cat(part) for part in zip(*parts, strict=True))
     return sq_norms, tuple(kept)
 
 
-def _in_double(factor: Factor) -> Factor:
+def _in_double(factor: Factor | None) -> Factor:
     if isinstance(factor, Full):
         return Full(factor.matrix.detach().double())
     assert isinstance(factor, LowRank)

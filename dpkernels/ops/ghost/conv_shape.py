@@ -135,6 +135,11 @@ def gradients_kept(shape: ConvShape) -> bool:
     return gradients <= captured
 
 
+def transforms_gradients(shape: ConvShape, left: Factor | None) -> bool:
+    """Return whether ``left`` costs less on kept gradients, I columns, than on L positions."""
+    return left is not None and gradients_kept(shape) and shape.columns < shape.positions
+
+
 def why_not(shape: ConvShape, formula: str, right: Factor | None) -> str | None:
     """Return the reason why ``formula`` does not apply, or None if it does."""
     if formula == "rank_one" and shape.positions != 1:
@@ -152,8 +157,9 @@ def sample_costs(shape: ConvShape, left: Factor | None, right: Factor | None) ->
     positions, o, pixels = shape.positions, shape.out_channels, math.prod(shape.input)
     product = 2 * positions * o * shape.columns
     on_errors = positions * factor_flops(left)
+    on_left = shape.columns * factor_flops(left) if transforms_gradients(shape, left) else on_errors
     second = 2 * o * shape.columns if gradients_kept(shape) else product
-    costs = {"materialised": product + second + on_errors + o * factor_flops(right)}
+    costs = {"materialised": product + second + on_left + o * factor_flops(right)}
     if why_not(shape, "gram", right) is None:
         lookups = _FLOPS_PER_LOOKUP * shape.groups * shape.taps
         products = pixels**2 * shape.channels + positions**2 * (o + lookups)
@@ -212,7 +218,8 @@ def _traffic(
     errors = shape.out_channels * shape.positions
     sample = (inputs + errors) * element_bytes
     # The errors are written if transformed, and then read as such.
-    sample += 2 * errors * wide * (left is not None)
+    late = formula == "materialised" and transforms_gradients(shape, left)
+    sample += 2 * errors * wide * (left is not None and not late)
     if formula == "rank_one":
         patches = shape.groups * shape.columns
         sample += wide * (patches + 2 * patches * (right is not None) + patches + errors)
@@ -234,14 +241,16 @@ def _kept(
 ) -> int:
     wide = sum_bytes(element_bytes)
     errors = shape.out_channels * shape.positions
-    kept = errors if left is not None else 0
-    if left is not None and element_bytes < wide:
+    late = formula == "materialised" and transforms_gradients(shape, left)
+    early = left is not None and not late
+    kept = errors if early else 0
+    if early and element_bytes < wide:
         kept += shape.channels * math.prod(shape.input)
     if formula == "rank_one":
         size = shape.columns if right is None else right.size
         copied = left is None and element_bytes < wide
         kept += shape.groups * size + (errors if copied else 0)
     elif formula == "materialised" and gradients_kept(shape):
-        with_bias = bias or not (right is None or isinstance(right, Diagonal))
+        with_bias = bias or late or not (right is None or isinstance(right, Diagonal))
         kept += shape.out_channels * (shape.columns + int(with_bias))
     return shape.batch * kept * wide
