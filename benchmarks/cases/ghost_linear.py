@@ -272,7 +272,7 @@ def _rank_one(batch: int, inputs: int, outputs: int, target: Target | None = Non
         return a, d, right, left, torch.empty_like(a), torch.empty_like(d), *outs
 
     return Case(
-        op="ghost_linear_transform",
+        op="ghost_linear_rank_one",
         name=f"ghost linear {batch} x {inputs} -> {outputs}, full-rank factors",
         dtype=torch.float32,
         parameters={"B": batch, "T": 1, "I": inputs, "O": outputs},

@@ -46,11 +46,4 @@ void linear_sq_norms(const LinearBatch& batch, bool bias, LinearFormula formula,
 void linear_weighted_sum(const LinearBatch& batch, const void* factors, bool homogeneous, void* out,
                          void* bias_out, bool accumulate, const Executor& executor);
 
-// y [rows, size] = x U for a matrix U [size, size], and sq_norms[i] = |y_i|^2; x has rows of `size`
-// elements, or of size - 1 if `augment`, which stands for a last element of 1. T: float or double.
-template <class T>
-void transform_rows(const T* x, int64_t row_stride, int64_t rows, const T* matrix,
-                    int64_t matrix_stride, int64_t size, bool augment, T* y, double* sq_norms,
-                    const Executor& executor);
-
 }  // namespace dpk

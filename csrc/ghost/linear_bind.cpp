@@ -1,5 +1,4 @@
-// dpkernels::ghost_linear_sq_norms, ghost_linear_weighted_sum_ and ghost_linear_transform on CPU
-// tensors.
+// dpkernels::ghost_linear_sq_norms and ghost_linear_weighted_sum_ on CPU tensors.
 //
 // Friendly messages come from the Python functions; the checks here keep a direct call of the
 // operators from reading or writing memory that is not theirs.
@@ -8,7 +7,6 @@
 #include <torch/library.h>
 
 #include <optional>
-#include <tuple>
 
 #include "common/torch_executor.h"
 #include "common/torch_overlap.h"
@@ -96,37 +94,9 @@ void ghost_linear_weighted_sum_(const at::Tensor& out, const std::optional<at::T
       bias_out ? bias_out->mutable_data_ptr() : nullptr, accumulate, dpk::torch_executor());
 }
 
-template <class T>
-void transform(const at::Tensor& x, const at::Tensor& matrix, bool augment, const at::Tensor& y,
-               const at::Tensor& sq_norms) {
-  dpk::transform_rows<T>(x.const_data_ptr<T>(), x.stride(0), x.size(0), matrix.const_data_ptr<T>(),
-                         matrix.stride(0), matrix.size(0), augment, y.mutable_data_ptr<T>(),
-                         sq_norms.mutable_data_ptr<double>(), dpk::torch_executor());
-}
-
-std::tuple<at::Tensor, at::Tensor> ghost_linear_transform(const at::Tensor& x,
-                                                          const at::Tensor& matrix, bool augment) {
-  const bool wide = x.scalar_type() == at::kDouble;
-  TORCH_CHECK_VALUE(
-      x.is_cpu() && matrix.is_cpu() && x.dim() == 2 && matrix.dim() == 2 &&
-          (wide || x.scalar_type() == at::kFloat) && matrix.scalar_type() == x.scalar_type() &&
-          matrix.size(0) == matrix.size(1) && x.size(1) + (augment ? 1 : 0) == matrix.size(0),
-      "x and matrix must be [N, n] and [n, n] (one more if augment) CPU tensors, "
-      "both float32 or both float64");
-  const auto with_neighbours = [](const at::Tensor& t) {
-    return t.size(1) <= 1 || t.stride(1) == 1 ? t : t.contiguous();
-  };
-  at::Tensor y = at::empty({x.size(0), matrix.size(0)}, x.scalar_type());
-  at::Tensor sq_norms = at::empty({x.size(0)}, at::kDouble);
-  const auto run = wide ? transform<double> : transform<float>;
-  run(with_neighbours(x), with_neighbours(matrix), augment, y, sq_norms);
-  return {y, sq_norms};
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(dpkernels, CPU, m) {
   m.impl("ghost_linear_sq_norms", ghost_linear_sq_norms);
   m.impl("ghost_linear_weighted_sum_", ghost_linear_weighted_sum_);
-  m.impl("ghost_linear_transform", ghost_linear_transform);
 }

@@ -179,37 +179,4 @@ void linear_weighted_sum(const LinearBatch& batch, const void* factors, bool hom
   }
 }
 
-template <class T>
-void transform_rows(const T* x, int64_t row_stride, int64_t rows, const T* matrix,
-                    int64_t matrix_stride, int64_t size, bool augment, T* y, double* sq_norms,
-                    const Executor& executor) {
-  const int64_t given = augment ? size - 1 : size;
-  const int tasks = useful_tasks(2.0 * double(rows) * double(size) * double(size), size, executor);
-  std::vector<double> partial(tasks * rows);
-  const auto sq_norm = DPK_FOR_ISA(active_isa(), sq_norm<T>);
-  // Columns are cut, not rows: a task packs its own part of the matrix only.
-  for_each_task(executor, tasks, [&](int task) {
-    const int64_t begin = part_begin(size, task, tasks);
-    const int64_t columns = part_begin(size, task + 1, tasks) - begin;
-    if (augment) {
-      const T* const last = matrix + given * matrix_stride + begin;
-      for (int64_t r = 0; r < rows; ++r) std::copy(last, last + columns, y + r * size + begin);
-    }
-    gemm<T>(rows, columns, given, {x, row_stride, 1}, {matrix + begin, matrix_stride, 1}, y + begin,
-            size, augment);
-    for (int64_t r = 0; r < rows; ++r) {
-      partial[task * rows + r] = sq_norm(y + r * size + begin, columns);
-    }
-  });
-  for (int64_t r = 0; r < rows; ++r) {
-    sq_norms[r] = 0.0;
-    for (int task = 0; task < tasks; ++task) sq_norms[r] += partial[task * rows + r];
-  }
-}
-
-template void transform_rows<float>(const float*, int64_t, int64_t, const float*, int64_t, int64_t,
-                                    bool, float*, double*, const Executor&);
-template void transform_rows<double>(const double*, int64_t, int64_t, const double*, int64_t,
-                                     int64_t, bool, double*, double*, const Executor&);
-
 }  // namespace dpk

@@ -15,7 +15,8 @@ from python_tests.tolerance import assert_as_accurate, assert_never_low
 OPERATIONS = (
     "ghost_linear_sq_norms",
     "ghost_linear_weighted_sum_",
-    "ghost_linear_transform",
+    "ghost_linear_rank_one",
+    "apply_factor_",
     "row_sq_norms",
     "clip_factors",
     "weighted_row_sum_",

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dpkernels import backend
 from dpkernels.ops import clip
-from dpkernels.ops.factor import Factor, Full
+from dpkernels.ops.factor import Factor
 from dpkernels.ops.ghost import linear_checks as checks
 from dpkernels.ops.ghost import reference_linear as reference
 from dpkernels.ops.ghost.layer import (
@@ -42,6 +42,7 @@ from dpkernels.ops.ghost.linear_plan import (
     stores_gradients,
     transforms_gradients,
 )
+from dpkernels.ops.ghost.rank_one import rank_one_norms
 from dpkernels.ops.kron import apply_factor
 
 
@@ -142,9 +143,10 @@ def linear_norms(
     if left is not None or right is not None:
         a, d = a.to(sum_dtype(a.dtype)), d.to(sum_dtype(d.dtype))
     if chosen == "rank_one":
-        a, a_sq_norms = _transform_and_measure(a, right, augment)
-        d, d_sq_norms = _transform_and_measure(d, left, False)
-        sq_norms = d_sq_norms * (a_sq_norms + 1.0 if apart else a_sq_norms)
+        a, d, sq_norms = rank_one_norms(
+            a.squeeze(1), d.squeeze(1), left, right, augment, apart
+        )
+        a, d = a.unsqueeze(1), d.unsqueeze(1)
     else:
         a, d = _transform(a, right, augment), _transform(d, left, False)
         run = backend.select(_sq_norms, a.device, a.dtype)
@@ -178,26 +180,9 @@ def linear_clip_and_sum(
     return LayerSum(weight, total, norms.sq_norms, factors)
 
 
-def _transform_and_measure(
-    x: Tensor, factor: Factor | None, augment: bool
-) -> tuple[Tensor, Tensor]:
-    """Return ``U x`` along the last axis of ``[B, T, n]``, and squared norms ``[B T]``.
-
-    augment: a constant 1 is appended to x first.
-    """
-    rows = x.flatten(0, 1)
-    if isinstance(factor, Full):
-        run = backend.select(_transform_rows, x.device, x.dtype)
-        y, sq_norms = run(rows, factor.matrix.detach(), augment)
-        return y.unflatten(0, x.shape[:2]), sq_norms
-    if factor is None:
-        return x, clip.row_sq_norms(rows)
-    rows = apply_factor(rows, factor, bias=augment)
-    return rows.unflatten(0, x.shape[:2]), clip.row_sq_norms(rows)
-
-
 def _transform(x: Tensor, factor: Factor | None, augment: bool) -> Tensor:
-    return x if factor is None else _transform_and_measure(x, factor, augment)[0]
+    """Return ``U x`` along the last axis of ``[B, T, n]``; of ``[x, 1]`` if ``augment``."""
+    return x if factor is None else apply_factor(x, factor, bias=augment)
 
 
 def _stored_gradients(
@@ -251,11 +236,6 @@ def _fake_weighted_sum(
     return None
 
 
-def _fake_transform(x: Tensor, matrix: Tensor, augment: bool) -> tuple[Tensor, Tensor]:
-    rows = x.shape[0]
-    return x.new_empty(rows, matrix.shape[0]), x.new_empty(rows, dtype=torch.float64)
-
-
 _sq_norms = backend.register(
     "ghost_linear_sq_norms(Tensor activations, Tensor errors, bool bias, bool gram) -> Tensor",
     reference=reference.sq_norms,
@@ -270,11 +250,4 @@ _weighted_sum = backend.register(
     fake=_fake_weighted_sum,
     dtypes=DTYPES,
     triton="dpkernels.ops.ghost.triton_linear:weighted_sum_",
-)
-_transform_rows = backend.register(
-    "ghost_linear_transform(Tensor x, Tensor matrix, bool augment) -> (Tensor y, Tensor sq_norms)",
-    reference=reference.transform,
-    fake=_fake_transform,
-    dtypes=frozenset({torch.float32, torch.float64}),
-    triton="dpkernels.ops.ghost.triton_linear:transform",
 )

@@ -61,3 +61,27 @@ def transform(x: Tensor, matrix: Tensor, augment: bool) -> tuple[Tensor, Tensor]
     """Return ``[x, 1] U`` (``x U`` unless ``augment``) and its rows' squared norms in float64."""
     y = torch.addmm(matrix[-1], x, matrix[:-1]) if augment else x @ matrix
     return y, torch.linalg.vector_norm(y, dim=1, dtype=torch.float64).square()
+
+
+def rank_one(
+    activations: Tensor,
+    errors: Tensor,
+    right: Tensor | None,
+    left: Tensor | None,
+    augment: bool,
+    bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``[a, 1] U_A``, ``d U_G`` and ``|U_A a|^2 |U_G d|^2``, one position for each sample.
+
+    The first two are empty where there is no matrix. ``bias``: the first norm counts 1 more.
+    """
+    a, a_sq_norms = _measured(activations, right, augment)
+    d, d_sq_norms = _measured(errors, left, False)
+    return a, d, d_sq_norms * (a_sq_norms + 1.0 if bias else a_sq_norms)
+
+
+def _measured(x: Tensor, matrix: Tensor | None, augment: bool) -> tuple[Tensor, Tensor]:
+    if matrix is not None:
+        return transform(x, matrix, augment)
+    squares = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).square()
+    return x.new_empty(0, 0), squares

@@ -1,0 +1,66 @@
+"""Linear layers with one position for each sample: both sides transformed and measured at once.
+
+The gradient of a sample is ``d a^T``, preconditioned ``(U_G d)(U_A a)^T``, and its norm is the
+product of two vectors' norms.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dpkernels import backend
+from dpkernels.ops.factor import Factor, Full
+from dpkernels.ops.ghost import reference_linear as reference
+from dpkernels.ops.ghost.layer import DTYPES
+from dpkernels.ops.kron import apply_factor
+
+
+def rank_one_norms(
+    a: Tensor, d: Tensor, left: Factor | None, right: Factor | None, augment: bool, bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``U_A a``, ``U_G d`` and the squared norms of their outer products, float64 ``[B]``.
+
+    a, d: ``[B, I]`` and ``[B, O]`` of one dtype, in that of sums if there is a factor.
+    left, right: on the outputs' and the inputs' side.
+    augment: right has the size I + 1 and acts on ``[a, 1]``; the last of ``U_A a`` is the bias.
+    bias: the bias's gradient d counts too, ``|d|^2 (|a|^2 + 1)``.
+
+    2 B (I^2 + O^2) flops with full factors and 2 B (I + O) for the norms. Only full factors go to
+    the operator; what others make of the vectors comes from ``apply_factor``.
+    """
+    if right is not None and not isinstance(right, Full):
+        a, right, augment = apply_factor(a, right, bias=augment), None, False
+    if left is not None and not isinstance(left, Full):
+        d, left = apply_factor(d, left), None
+    run = backend.select(_rank_one, a.device, a.dtype)
+    matrices = [None if factor is None else factor.matrix.detach() for factor in (right, left)]
+    new_a, new_d, sq_norms = run(a, d, *matrices, augment, bias)
+    return a if right is None else new_a, d if left is None else new_d, sq_norms
+
+
+def _fake_rank_one(
+    activations: Tensor,
+    errors: Tensor,
+    right: Tensor | None,
+    left: Tensor | None,
+    augment: bool,
+    bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch = activations.shape[0]
+    sides = (
+        x.new_empty(0, 0) if matrix is None else x.new_empty(batch, matrix.shape[0])
+        for x, matrix in ((activations, right), (errors, left))
+    )
+    return *sides, activations.new_empty(batch, dtype=torch.float64)
+
+
+# An operator must not return what it was given: without a matrix its result is an empty tensor.
+_rank_one = backend.register(
+    "ghost_linear_rank_one(Tensor activations, Tensor errors, Tensor? right, Tensor? left, "
+    "bool augment, bool bias) -> (Tensor activations, Tensor errors, Tensor sq_norms)",
+    reference=reference.rank_one,
+    fake=_fake_rank_one,
+    dtypes=DTYPES,
+    triton="dpkernels.ops.ghost.triton_rank_one:rank_one",
+)
