@@ -22,6 +22,10 @@ DPK_INLINE void multiply_panels(int64_t k, const T* a, const T* b,
   constexpr int kLanesOfV = GemmSizes<T>::kLanesOfV;
 #pragma GCC unroll 14
   for (int r = 0; r < Rows; ++r) tile[r][0] = tile[r][1] = V{};
+  // Unrolled, the loop is 20 instructions a step, not 24. Measured for 256 x 784 x 784 on two
+  // cores: the same where they are idle otherwise, 2.46 ms became 2.13 where others share their
+  // decoders.
+#pragma GCC unroll 4
   for (int64_t p = 0; p < k; ++p) {
     const V b0 = load_as<V>(b), b1 = load_as<V>(b + kLanesOfV);
 #pragma GCC unroll 14
@@ -129,6 +133,12 @@ template <int Rows, class T>
 inline void multiply_tile(int64_t k, const T* a, const T* b, T* c, int64_t ldc, int64_t rows,
                           int64_t cols, bool accumulate) {
   typename GemmSizes<T>::V tile[kTileRows][2];
+  // Measured for the three products of 256 x 784 -> 512: 4.67 ms without, 4.53 with it, if c is in
+  // no cache; 4.49 and 4.45 if it is.
+  if (rows >= Rows) {
+#pragma GCC unroll 14
+    for (int r = 0; r < Rows; ++r) __builtin_prefetch(c + r * ldc, 1);
+  }
   multiply_panels<Rows, T>(k, a, b, tile);
   store_tile<Rows, T>(tile, c, ldc, rows, cols, accumulate);
 }
@@ -147,15 +157,49 @@ inline void multiply_last_tile(int64_t k, const T* a, const T* b, T* c, int64_t 
   }
 }
 
+// Where the panels of a block of b come from, or null if they are packed already.
+template <class T>
+struct PanelSource {
+  const T* data;
+  int64_t col_stride, row_stride;
+};
+
+// Brings lines [first, last) of a panel that is packed next into the cache.
+template <class T>
+DPK_INLINE void fetch_lines(const PanelSource<T>& source, int64_t column, int64_t first,
+                            int64_t last) {
+  const T* line = source.data + column + first * source.row_stride;
+  for (int64_t p = first; p < last; ++p, line += source.row_stride) __builtin_prefetch(line);
+}
+
 // A block of c from packed blocks of a and b; `above` is by how much its first column lies to the
 // right of its first row. Tiles that lie wholly below the diagonal are left out if `upper`.
+//
+// Panels of b are packed when their turn comes, and the lines of the next one are fetched between
+// this one's tiles: they are far apart, and no prefetcher follows them. Measured for 256 x 784 x
+// 784 on two cores: 2.40 ms with all of b packed first, 2.32 like this; 256 x 512 x 512 1.10
+// and 1.04.
 template <class T>
-inline void multiply_blocks(int64_t rows, int64_t cols, int64_t depth, const T* a, const T* b, T* c,
-                            int64_t ldc, bool accumulate, bool upper, int64_t above) {
+inline void multiply_blocks(int64_t rows, int64_t cols, int64_t depth, const T* a,
+                            const PanelSource<T>& source, T* b, T* c, int64_t ldc, bool accumulate,
+                            bool upper, int64_t above) {
   constexpr int kTileCols = GemmSizes<T>::kTileCols;
+  const int64_t lines_per_tile = depth / (rows / kTileRows + 1) + 1;
   for (int64_t j = 0; j < cols; j += kTileCols) {
+    if (source.data != nullptr) {
+      pack_panel<kTileCols>(cols - j, depth, source.data + j * source.col_stride, source.col_stride,
+                            source.row_stride, b + j * depth);
+    }
+    const bool fetch =
+        source.data != nullptr && source.col_stride == 1 && j + 2 * kTileCols <= cols;
+    int64_t line = fetch ? 0 : depth;
     for (int64_t i = 0; i < rows; i += kTileRows) {
       if (upper && above + j + kTileCols <= i) break;
+      if (line < depth) {
+        const int64_t next = depth - line < lines_per_tile ? depth : line + lines_per_tile;
+        fetch_lines(source, j + kTileCols, line, next);
+        line = next;
+      }
       auto* const multiply =
           rows - i < kTileRows ? multiply_last_tile<T> : multiply_tile<kTileRows, T>;
       multiply(depth, a + i * depth, b + j * depth, c + i * ldc + j, ldc, rows - i, cols - j,
@@ -187,16 +231,16 @@ void gemm_blocks(int64_t m, int64_t n, int64_t k, MatrixView<T> a, MatrixView<T>
     const int64_t cols = n - jc < Blocks::kCols ? n - jc : Blocks::kCols;
     for (int64_t pc = 0; pc < k; pc += most_depth) {
       const int64_t depth = k - pc < most_depth ? k - pc : most_depth;
-      pack_panels<GemmSizes<T>::kTileCols>(cols, depth,
-                                           b.data + pc * b.row_stride + jc * b.col_stride,
-                                           b.col_stride, b.row_stride, packed_b);
+      PanelSource<T> source{b.data + pc * b.row_stride + jc * b.col_stride, b.col_stride,
+                            b.row_stride};
       for (int64_t ic = 0; ic < m; ic += Blocks::kRows) {
         if (upper && jc + cols <= ic) break;
         const int64_t rows = m - ic < Blocks::kRows ? m - ic : Blocks::kRows;
         pack_panels<kTileRows>(rows, depth, a.data + ic * a.row_stride + pc * a.col_stride,
                                a.row_stride, a.col_stride, packed_a);
-        multiply_blocks<T>(rows, cols, depth, packed_a, packed_b, c + ic * ldc + jc, ldc,
+        multiply_blocks<T>(rows, cols, depth, packed_a, source, packed_b, c + ic * ldc + jc, ldc,
                            accumulate || pc > 0, upper, jc - ic);
+        source.data = nullptr;
       }
     }
   }

@@ -143,10 +143,7 @@ def linear_norms(
     if left is not None or right is not None:
         a, d = a.to(sum_dtype(a.dtype)), d.to(sum_dtype(d.dtype))
     if chosen == "rank_one":
-        a, d, sq_norms = rank_one_norms(
-            a.squeeze(1), d.squeeze(1), left, right, augment, apart
-        )
-        a, d = a.unsqueeze(1), d.unsqueeze(1)
+        a, d, sq_norms = rank_one_norms(a, d, left, right, augment, apart)
     else:
         a, d = _transform(a, right, augment), _transform(d, left, False)
         run = backend.select(_sq_norms, a.device, a.dtype)

@@ -21,7 +21,7 @@ def rank_one_norms(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``U_A a``, ``U_G d`` and the squared norms of their outer products, float64 ``[B]``.
 
-    a, d: ``[B, I]`` and ``[B, O]`` of one dtype, in that of sums if there is a factor.
+    a, d: ``[B, 1, I]`` and ``[B, 1, O]`` of one dtype, in that of sums if there is a factor.
     left, right: on the outputs' and the inputs' side.
     augment: right has the size I + 1 and acts on ``[a, 1]``; the last of ``U_A a`` is the bias.
     bias: the bias's gradient d counts too, ``|d|^2 (|a|^2 + 1)``.
@@ -34,9 +34,12 @@ def rank_one_norms(
     if left is not None and not isinstance(left, Full):
         d, left = apply_factor(d, left), None
     run = backend.select(_rank_one, a.device, a.dtype)
-    matrices = [None if factor is None else factor.matrix.detach() for factor in (right, left)]
-    new_a, new_d, sq_norms = run(a, d, *matrices, augment, bias)
+    new_a, new_d, sq_norms = run(a, d, _matrix(right), _matrix(left), augment, bias)
     return a if right is None else new_a, d if left is None else new_d, sq_norms
+
+
+def _matrix(factor: Full | None) -> Tensor | None:
+    return None if factor is None else factor.matrix.detach()
 
 
 def _fake_rank_one(
@@ -49,7 +52,7 @@ def _fake_rank_one(
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch = activations.shape[0]
     sides = (
-        x.new_empty(0, 0) if matrix is None else x.new_empty(batch, matrix.shape[0])
+        x.new_empty(0) if matrix is None else x.new_empty(batch, 1, matrix.shape[0])
         for x, matrix in ((activations, right), (errors, left))
     )
     return *sides, activations.new_empty(batch, dtype=torch.float64)

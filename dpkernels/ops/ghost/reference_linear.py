@@ -81,7 +81,8 @@ def rank_one(
 
 
 def _measured(x: Tensor, matrix: Tensor | None, augment: bool) -> tuple[Tensor, Tensor]:
+    rows = x.squeeze(1)
     if matrix is not None:
-        return transform(x, matrix, augment)
-    squares = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).square()
-    return x.new_empty(0, 0), squares
+        y, squares = transform(rows, matrix, augment)
+        return y.unsqueeze(1), squares
+    return x.new_empty(0), torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square()

@@ -29,6 +29,8 @@ def rank_one(
 
 
 def _measured(x: Tensor, matrix: Tensor | None, augment: bool) -> tuple[Tensor, Tensor]:
+    rows = x.squeeze(1)
     if matrix is not None:
-        return transform(x, matrix, augment)
-    return x.new_empty(0, 0), clip_triton.row_sq_norms([x], False)
+        y, squares = transform(rows, matrix, augment)
+        return y.unsqueeze(1), squares
+    return x.new_empty(0), clip_triton.row_sq_norms([rows], False)
