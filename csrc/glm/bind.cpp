@@ -6,9 +6,12 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <optional>
 #include <tuple>
+#include <vector>
 
 #include "common/torch_executor.h"
+#include "common/torch_overlap.h"
 #include "glm/glm.h"
 
 namespace {
@@ -113,28 +116,44 @@ std::tuple<at::Tensor, at::Tensor> glm_record_norms(const at::Tensor& x, const a
   return {gradient, hessian};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> glm_clipped_sums(
-    const at::Tensor& x, const at::Tensor& labels, const at::Tensor& spans, int64_t /*most*/,
-    const at::Tensor& theta, double gradient_bound, double hessian_bound, bool with_gradients,
-    bool with_hessians) {
+// Where a sum goes: null if there is no buffer for it.
+template <class T>
+T* data_of(const std::optional<at::Tensor>& sums) {
+  return sums ? sums->mutable_data_ptr<T>() : nullptr;
+}
+
+std::tuple<at::Tensor, at::Tensor> glm_clipped_sums_(const std::optional<at::Tensor>& gradients,
+                                                     const std::optional<at::Tensor>& hessians,
+                                                     const at::Tensor& x, const at::Tensor& labels,
+                                                     const at::Tensor& spans, int64_t /*most*/,
+                                                     const at::Tensor& theta, double gradient_bound,
+                                                     double hessian_bound) {
   const Records records(x, &labels, spans, &theta);
   const int64_t classes = theta.size(1), features = x.size(1), n = classes * features;
-  const int64_t clients = records.clients();
-  at::Tensor gradients =
-      at::empty({with_gradients ? clients : 0, classes, features}, x.scalar_type());
-  at::Tensor hessians = at::empty({with_hessians ? clients : 0, n, n}, x.scalar_type());
+  std::vector<at::Tensor> outs;
+  const auto add_out = [&](const std::optional<at::Tensor>& sums, at::IntArrayRef sizes) {
+    if (!sums) return;
+    TORCH_CHECK_VALUE(sums->is_cpu() && sums->is_contiguous() && sums->sizes() == sizes &&
+                          sums->scalar_type() == x.scalar_type(),
+                      "gradients and hessians must be contiguous [clients, C, d] and [clients, "
+                      "C d, C d] CPU tensors of the dtype of x");
+    outs.push_back(*sums);
+  };
+  add_out(gradients, {records.clients(), classes, features});
+  add_out(hessians, {records.clients(), n, n});
+  dpk::check_disjoint(outs, {x, labels, spans, theta});
   at::Tensor gradient_norms = records.per_record(), hessian_norms = records.per_record();
   with_type(x, [&](auto element) {
     using T = decltype(element);
     const dpk::ClippedSums<T> sums{gradient_bound,
                                    hessian_bound,
-                                   with_gradients ? gradients.mutable_data_ptr<T>() : nullptr,
-                                   with_hessians ? hessians.mutable_data_ptr<T>() : nullptr,
+                                   data_of<T>(gradients),
+                                   data_of<T>(hessians),
                                    gradient_norms.mutable_data_ptr<double>(),
                                    hessian_norms.mutable_data_ptr<double>()};
     dpk::glm_clipped_sums(records.view<T>(), sums, dpk::torch_executor());
   });
-  return {gradients, hessians, gradient_norms, hessian_norms};
+  return {gradient_norms, hessian_norms};
 }
 
 std::tuple<at::Tensor, at::Tensor> glm_feature_covariance(const at::Tensor& x,
@@ -215,7 +234,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> glm_newton_cg(
 
 TORCH_LIBRARY_IMPL(dpkernels, CPU, m) {
   m.impl("glm_record_norms", glm_record_norms);
-  m.impl("glm_clipped_sums", glm_clipped_sums);
+  m.impl("glm_clipped_sums_", glm_clipped_sums_);
   m.impl("glm_feature_covariance", glm_feature_covariance);
   m.impl("glm_solve", glm_solve);
   m.impl("glm_newton", glm_newton);

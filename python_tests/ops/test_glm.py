@@ -24,7 +24,7 @@ from python_tests.ops.glm_cases import (
 )
 from python_tests.tolerance import assert_as_accurate
 
-OPERATIONS = ("glm_record_norms", "glm_clipped_sums")
+OPERATIONS = ("glm_record_norms", "glm_clipped_sums_")
 
 # Classes, features, records of each client: one of everything, an empty client; of Triton's blocks
 # of 16 records, 32 features and 16 classes one more than some.

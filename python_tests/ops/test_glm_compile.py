@@ -16,7 +16,7 @@ from python_tests.ops.glm_cases import problem
 
 OPERATIONS = (
     "glm_record_norms",
-    "glm_clipped_sums",
+    "glm_clipped_sums_",
     "glm_feature_covariance",
     "glm_solve",
     "glm_newton",
@@ -51,8 +51,9 @@ def test_opcheck(counts: list[int], dtype: torch.dtype) -> None:
     v = torch.ones(clients, 3, 5, dtype=dtype)
     gammas = torch.ones(clients, dtype=torch.float64)
     check(operators.glm_record_norms.default, shared)
-    for wanted in ((True, False), (False, True), (True, True)):
-        check(operators.glm_clipped_sums.default, (*shared, 1.0, 2.0, *wanted))
+    gradients, squares = v.clone(), torch.ones(clients, 15, 15, dtype=dtype)
+    for outs in ((gradients, None), (None, squares), (gradients, squares)):
+        check(operators.glm_clipped_sums_.default, (*outs, *shared, 1.0, 2.0))
     check(operators.glm_feature_covariance.default, (records.x, records.spans, records.most, 1.0))
     hessians = torch.eye(15, dtype=dtype).expand(clients, 15, 15)
     check(operators.glm_solve.default, (hessians, v.reshape(clients, 15), gammas))
@@ -65,7 +66,8 @@ def sums(records: Records, theta: Tensor, v: Tensor) -> Any:
     """Everything that is summed, and the norms alone."""
     both = glm.clipped_sums(records, theta * 2, gradient_bound=1.0, hessian_bound=2.0)
     norms = glm.record_norms(records, theta)
-    return both.gradients, both.hessians, both.sq_norms.nonfinite(), norms.gradient
+    written = glm.clipped_hessian_sum(records, theta, 1.0, out=torch.zeros_like(both.hessians))
+    return both.gradients, both.hessians, both.sq_norms.nonfinite(), norms.gradient, written
 
 
 def steps(records: Records, theta: Tensor, v: Tensor) -> Any:

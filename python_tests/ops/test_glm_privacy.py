@@ -14,7 +14,7 @@ from dpkernels.ops import glm
 from dpkernels.ops.glm import FeatureCovariance, Records
 from python_tests.ops.glm_cases import Problem, problem, record_gradients, record_hessians
 
-OPERATIONS = ("glm_record_norms", "glm_clipped_sums", "glm_feature_covariance")
+OPERATIONS = ("glm_record_norms", "glm_clipped_sums_", "glm_feature_covariance")
 BOUNDS = {"gradient_bound": 0.7, "hessian_bound": 0.3}
 # PRIVACY, rule 3: what a clipped contribution may exceed its bound by.
 SLACK = 1 + 1e-6

@@ -92,7 +92,7 @@ def hessian_case(size: Size, target: Target, *, with_vmap: bool) -> Case:
         plain = (form, *plain)
     pairs = size.classes * (size.classes + 1) // 2
     return Case(
-        op="glm_clipped_sums",
+        op="glm_clipped_sums_",
         name=f"glm clipped Hessian sum, {size}",
         dtype=torch.float32,
         parameters=size.parameters,
@@ -102,8 +102,10 @@ def hessian_case(size: Size, target: Target, *, with_vmap: bool) -> Case:
         bound="gemm",
         ours=Form(
             "dpkernels",
-            lambda records, theta: [clipped_hessian_sum(records, theta, HESSIAN_BOUND)],
-            lambda i: (records_of(i), i[2]),
+            lambda records, theta, out: [
+                clipped_hessian_sum(records, theta, HESSIAN_BOUND, out=out)
+            ],
+            lambda i: (records_of(i), i[2], out(i)),
         ),
         plain=plain,
         truth=lambda i: [exact_hessian(i[0][0], i[2][0]).unsqueeze(0)],
@@ -154,7 +156,7 @@ def fused_case(size: Size) -> Case:
     pairs = size.classes * (size.classes + 1) // 2
     per_record = pairs * size.features * (size.features + 1) + 4 * size.width
     return Case(
-        op="glm_clipped_sums",
+        op="glm_clipped_sums_",
         name=f"glm clipped gradient and Hessian sums, {size}",
         dtype=torch.float32,
         parameters=size.parameters,

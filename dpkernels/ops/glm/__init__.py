@@ -27,9 +27,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dpkernels import backend
-from dpkernels.ops.checks import check_finite
+from dpkernels.ops.checks import check_finite, check_writable
 from dpkernels.ops.clip.reference import valid
 from dpkernels.ops.glm import operators
+from dpkernels.ops.glm.buffers import sum_buffer
 from dpkernels.ops.glm.covariance import FeatureCovariance
 from dpkernels.ops.glm.damping import check_solved, damping_of
 from dpkernels.ops.glm.records import DTYPES, Records
@@ -110,7 +111,13 @@ def record_norms(records: Records, theta: Tensor) -> RecordNorms:
 
 
 def clipped_sums(
-    records: Records, theta: Tensor, *, gradient_bound: float, hessian_bound: float
+    records: Records,
+    theta: Tensor,
+    *,
+    gradient_bound: float,
+    hessian_bound: float,
+    gradients_out: Tensor | None = None,
+    hessians_out: Tensor | None = None,
 ) -> ClippedSums:
     """Clipped sums of gradients and Hessians of every client, in one pass over the records.
 
@@ -118,21 +125,44 @@ def clipped_sums(
     gradient_bound, hessian_bound: > 0. A record's gradient is scaled by ``min(1, bound / norm)``,
         its Hessian likewise; adding or removing one record changes its client's sums by at most
         these.
+    gradients_out, hessians_out: buffers to write, contiguous ``[clients, C, d]`` and
+        ``[clients, C d, C d]``, the dtype of the features. Allocated if None.
 
     N C (C + 1) d (d + 1) / 2 flops for the Hessians. Beside the results, memory of 12 N C bytes
-    (float32). Raises ValueError as ``record_norms``, and for bounds that are not positive.
+    (float32). Raises ValueError as ``record_norms``, for bounds that are not positive, and
+    for buffers that do not fit, before anything is written.
     """
-    return _sums("clipped_sums", records, theta, gradient_bound, hessian_bound)
+    op = "clipped_sums"
+    weights = _theta(op, records, theta)
+    (shape, width), buffer = _sum_widths(weights), (records, weights)
+    gradients = sum_buffer(op, "gradients_out", gradients_out, shape, *buffer)
+    hessians = sum_buffer(op, "hessians_out", hessians_out, width, *buffer)
+    check_writable(op, "hessians_out", [hessians], [gradients])
+    bounds = (gradient_bound, hessian_bound)
+    norms = _write_sums(op, records, weights, bounds, gradients, hessians)
+    return ClippedSums(gradients, hessians, norms)
 
 
-def clipped_gradient_sum(records: Records, theta: Tensor, bound: float) -> Tensor:
+def clipped_gradient_sum(
+    records: Records, theta: Tensor, bound: float, *, out: Tensor | None = None
+) -> Tensor:
     """``[clients, C, d]``: the gradients of ``clipped_sums`` alone; 4 N C d flops."""
-    return _sums("clipped_gradient_sum", records, theta, bound, None).gradients
+    op = "clipped_gradient_sum"
+    weights = _theta(op, records, theta)
+    gradients = sum_buffer(op, "out", out, _sum_widths(weights)[0], records, weights)
+    _write_sums(op, records, weights, (bound, None), gradients, None)
+    return gradients
 
 
-def clipped_hessian_sum(records: Records, theta: Tensor, bound: float) -> Tensor:
+def clipped_hessian_sum(
+    records: Records, theta: Tensor, bound: float, *, out: Tensor | None = None
+) -> Tensor:
     """``[clients, C d, C d]``: the Hessians of ``clipped_sums`` alone."""
-    return _sums("clipped_hessian_sum", records, theta, None, bound).hessians
+    op = "clipped_hessian_sum"
+    weights = _theta(op, records, theta)
+    hessians = sum_buffer(op, "out", out, _sum_widths(weights)[1], records, weights)
+    _write_sums(op, records, weights, (None, bound), None, hessians)
+    return hessians
 
 
 def solve(hessians: Tensor, v: Tensor, gamma: float | Tensor) -> Tensor:
@@ -254,30 +284,28 @@ def _theta(op: str, records: Records, theta: Tensor) -> Tensor:
     return shaped.detach()
 
 
-def _sums(
+def _sum_widths(theta: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the shapes of one client's gradient and Hessian sum."""
+    classes, features = theta.shape[1:]
+    return (classes, features), (classes * features, classes * features)
+
+
+def _write_sums(
     op: str,
     records: Records,
     theta: Tensor,
-    gradient_bound: float | None,
-    hessian_bound: float | None,
-) -> ClippedSums:
-    weights = _theta(op, records, theta)
-    for name, bound in (("gradient_bound", gradient_bound), ("hessian_bound", hessian_bound)):
+    bounds: tuple[float | None, float | None],
+    gradients: Tensor | None,
+    hessians: Tensor | None,
+) -> RecordNorms:
+    """Write the sums that there are buffers for; ``bounds`` of gradients and Hessians."""
+    for name, bound in zip(("gradient_bound", "hessian_bound"), bounds, strict=True):
         if bound is not None:
             check_finite(op, name, bound, above=0.0)
-    run = backend.select(operators.clipped_sums, weights.device, weights.dtype)
-    gradients, hessians, *norms = run(
-        records.x,
-        records.labels,
-        records.spans,
-        records.most,
-        weights,
-        1.0 if gradient_bound is None else gradient_bound,
-        1.0 if hessian_bound is None else hessian_bound,
-        gradient_bound is not None,
-        hessian_bound is not None,
-    )
-    return ClippedSums(gradients, hessians, RecordNorms(*norms))
+    run = backend.select(operators.clipped_sums, theta.device, theta.dtype)
+    shared = (records.x, records.labels, records.spans, records.most, theta)
+    given = [1.0 if bound is None else bound for bound in bounds]
+    return RecordNorms(*run(gradients, hessians, *shared, *given))
 
 
 def _system(

@@ -22,6 +22,8 @@ def _fake_norms(
 
 
 def _fake_sums(
+    gradients: Tensor | None,
+    hessians: Tensor | None,
     x: Tensor,
     labels: Tensor,
     spans: Tensor,
@@ -29,14 +31,8 @@ def _fake_sums(
     theta: Tensor,
     gradient_bound: float,
     hessian_bound: float,
-    with_gradients: bool,
-    with_hessians: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    clients, (classes, features) = spans.shape[0], theta.shape[1:]
-    width = classes * features
-    gradients = x.new_empty(clients if with_gradients else 0, classes, features)
-    hessians = x.new_empty(clients if with_hessians else 0, width, width)
-    return gradients, hessians, *_fake_norms(x, labels, spans, most, theta)
+) -> tuple[Tensor, Tensor]:
+    return _fake_norms(x, labels, spans, most, theta)
 
 
 def _fake_covariance(x: Tensor, spans: Tensor, most: int, bound: float) -> tuple[Tensor, Tensor]:
@@ -86,13 +82,13 @@ record_norms = backend.register(
     triton="dpkernels.ops.glm.triton_impl:glm_record_norms",
 )
 clipped_sums = backend.register(
-    "glm_clipped_sums(Tensor x, Tensor labels, Tensor spans, SymInt most, Tensor theta, "
-    "float gradient_bound, float hessian_bound, bool with_gradients, bool with_hessians) "
-    "-> (Tensor gradients, Tensor hessians, Tensor gradient_sq_norms, Tensor hessian_sq_norms)",
-    reference=reference.glm_clipped_sums,
+    "glm_clipped_sums_(Tensor(a!)? gradients, Tensor(b!)? hessians, Tensor x, Tensor labels, "
+    "Tensor spans, SymInt most, Tensor theta, float gradient_bound, float hessian_bound) "
+    "-> (Tensor gradient_sq_norms, Tensor hessian_sq_norms)",
+    reference=reference.glm_clipped_sums_,
     fake=_fake_sums,
     dtypes=DTYPES,
-    triton="dpkernels.ops.glm.triton_impl:glm_clipped_sums",
+    triton="dpkernels.ops.glm.triton_impl:glm_clipped_sums_",
 )
 feature_covariance = backend.register(
     "glm_feature_covariance(Tensor x, Tensor spans, SymInt most, float bound) "

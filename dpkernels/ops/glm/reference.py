@@ -145,7 +145,9 @@ def hessian_sums(table: Table, factors: Tensor) -> Tensor:
     return sums.reshape(clients, classes * features, classes * features)
 
 
-def glm_clipped_sums(
+def glm_clipped_sums_(
+    gradients: Tensor | None,
+    hessians: Tensor | None,
     x: Tensor,
     labels: Tensor,
     spans: Tensor,
@@ -153,23 +155,17 @@ def glm_clipped_sums(
     theta: Tensor,
     gradient_bound: float,
     hessian_bound: float,
-    with_gradients: bool,
-    with_hessians: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Clipped sums of gradients and Hessians, and the squared norms of all records."""
+) -> tuple[Tensor, Tensor]:
+    """Write clipped sums of gradients and Hessians; return the squared norms of all records."""
     table = tabulate(x, spans, most, theta)
     of_gradients, of_hessians = gradient_sq_norms(table, labels), hessian_sq_norms(table)
-    classes, features = theta.shape[1:]
-    gradients = x.new_empty(0, classes, features)
-    hessians = x.new_empty(0, classes * features, classes * features)
-    if with_gradients:
+    if gradients is not None:
         factors = clip_factors(of_gradients, gradient_bound, x.dtype)
-        gradients = gradient_sums(table, labels, factors)
-    if with_hessians:
-        hessians = hessian_sums(table, clip_factors(of_hessians, hessian_bound, x.dtype))
+        gradients.copy_(gradient_sums(table, labels, factors))
+    if hessians is not None:
+        hessians.copy_(hessian_sums(table, clip_factors(of_hessians, hessian_bound, x.dtype)))
     count = x.shape[0]
-    norms = table.per_record(of_gradients, count), table.per_record(of_hessians, count)
-    return gradients, hessians, *norms
+    return table.per_record(of_gradients, count), table.per_record(of_hessians, count)
 
 
 def glm_feature_covariance(

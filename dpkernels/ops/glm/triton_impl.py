@@ -112,10 +112,17 @@ def _record_blocks(width: int) -> dict[str, int]:
 
 def _gram(x: Tensor, spans: Tensor, factors: Tensor, p: Tensor | None, q: Tensor | None) -> Tensor:
     """Return Hessians ``[clients, C d, C d]``, or covariances ``[clients, d, d]`` without p, q."""
+    width = x.shape[1] * (1 if p is None else p.shape[1])
+    sums = x.new_empty(spans.shape[0], width, width)
+    _write_gram(sums, x, spans, factors, p, q)
+    return sums
+
+
+def _write_gram(
+    sums: Tensor, x: Tensor, spans: Tensor, factors: Tensor, p: Tensor | None, q: Tensor | None
+) -> None:
     features = x.shape[1]
     classes = 1 if p is None else p.shape[1]
-    width = classes * features
-    sums = x.new_empty(spans.shape[0], width, width)
     tiles = triton.cdiv(features, _TILE)
     programs = spans.shape[0] * classes**2 * tiles**2
     if programs:
@@ -135,12 +142,10 @@ def _gram(x: Tensor, spans: Tensor, factors: Tensor, p: Tensor | None, q: Tensor
                 BLOCK_D=_TILE,
                 **_launch(),
             )
-    return sums
 
 
-def _gradients(x: Tensor, spans: Tensor, residuals: Tensor) -> Tensor:
+def _write_gradients(gradients: Tensor, x: Tensor, spans: Tensor, residuals: Tensor) -> None:
     features, classes = x.shape[1], residuals.shape[1]
-    gradients = x.new_empty(spans.shape[0], classes, features)
     programs = spans.shape[0] * triton.cdiv(classes, _CLASS_TILE) * triton.cdiv(features, _TILE)
     if programs:
         with torch.cuda.device_of(x):
@@ -157,7 +162,6 @@ def _gradients(x: Tensor, spans: Tensor, residuals: Tensor) -> Tensor:
                 BLOCK_D=_TILE,
                 **_launch(),
             )
-    return gradients
 
 
 def glm_record_norms(
@@ -170,7 +174,9 @@ def glm_record_norms(
     return weights.gradient_sq_norms, weights.hessian_sq_norms
 
 
-def glm_clipped_sums(
+def glm_clipped_sums_(
+    gradients: Tensor | None,
+    hessians: Tensor | None,
     x: Tensor,
     labels: Tensor,
     spans: Tensor,
@@ -178,23 +184,19 @@ def glm_clipped_sums(
     theta: Tensor,
     gradient_bound: float,
     hessian_bound: float,
-    with_gradients: bool,
-    with_hessians: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Clipped sums of gradients and Hessians, and the squared norms of all records."""
-    bounds, wanted = (gradient_bound, hessian_bound), (with_gradients, with_hessians)
-    classes, features = theta.shape[1:]
-    if classes > _CLASS_WIDTHS[-1]:
-        return reference.glm_clipped_sums(x, labels, spans, most, theta, *bounds, *wanted)
+) -> tuple[Tensor, Tensor]:
+    """Write clipped sums of gradients and Hessians; return the squared norms of all records."""
+    shared, bounds = (x, labels, spans, most, theta), (gradient_bound, hessian_bound)
+    if theta.shape[1] > _CLASS_WIDTHS[-1]:
+        return reference.glm_clipped_sums_(gradients, hessians, *shared, *bounds)
     x = _with_columns_adjacent(x)
+    wanted = gradients is not None, hessians is not None
     weights = _tables(x, labels, spans, most, theta, bounds, *wanted)
-    gradients = x.new_empty(0, classes, features)
-    hessians = x.new_empty(0, classes * features, classes * features)
-    if with_gradients:
-        gradients = _gradients(x, spans, weights.residuals)
-    if with_hessians:
-        hessians = _gram(x, spans, weights.hessian_factors, weights.p, weights.q)
-    return gradients, hessians, weights.gradient_sq_norms, weights.hessian_sq_norms
+    if gradients is not None:
+        _write_gradients(gradients, x, spans, weights.residuals)
+    if hessians is not None:
+        _write_gram(hessians, x, spans, weights.hessian_factors, weights.p, weights.q)
+    return weights.gradient_sq_norms, weights.hessian_sq_norms
 
 
 def glm_feature_covariance(
