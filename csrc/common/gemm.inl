@@ -14,9 +14,20 @@ struct GemmSizes {
   static constexpr int kTileCols = 2 * kLanesOfV;
 };
 
-// tile [Rows, kTileCols] = a b for packed panels a [k, kTileRows] and b [k, kTileCols].
-template <int Rows, class T>
-DPK_INLINE void multiply_panels(int64_t k, const T* a, const T* b,
+// Rows of a tile's left operand: as they are, `stride` apart (Step 1), or in a packed panel
+// [k, kTileRows] (Step kTileRows, stride 1). A tile of fewer rows repeats the last one.
+template <int Rows, int Step, class T>
+struct TileRows {
+  const T* at[Rows];
+  DPK_INLINE TileRows(const T* a, int64_t stride, int64_t rows) {
+#pragma GCC unroll 14
+    for (int r = 0; r < Rows; ++r) at[r] = a + (Step > 1 || r < rows ? r : rows - 1) * stride;
+  }
+};
+
+// tile [Rows, kTileCols] = a b for rows of a and a packed panel b [k, kTileCols].
+template <int Rows, int Step, class T>
+DPK_INLINE void multiply_panels(int64_t k, const TileRows<Rows, Step, T>& a, const T* b,
                                 typename GemmSizes<T>::V (&tile)[kTileRows][2]) {
   using V = typename GemmSizes<T>::V;
   constexpr int kLanesOfV = GemmSizes<T>::kLanesOfV;
@@ -30,10 +41,9 @@ DPK_INLINE void multiply_panels(int64_t k, const T* a, const T* b,
     const V b0 = load_as<V>(b), b1 = load_as<V>(b + kLanesOfV);
 #pragma GCC unroll 14
     for (int r = 0; r < Rows; ++r) {
-      tile[r][0] += a[r] * b0;
-      tile[r][1] += a[r] * b1;
+      tile[r][0] += a.at[r][p * Step] * b0;
+      tile[r][1] += a.at[r][p * Step] * b1;
     }
-    a += kTileRows;
     b += 2 * kLanesOfV;
   }
 }
@@ -129,9 +139,9 @@ DPK_INLINE void store_tile(const typename GemmSizes<T>::V (&tile)[kTileRows][2],
   }
 }
 
-template <int Rows, class T>
-inline void multiply_tile(int64_t k, const T* a, const T* b, T* c, int64_t ldc, int64_t rows,
-                          int64_t cols, bool accumulate) {
+template <int Rows, int Step, class T>
+inline void multiply_tile(int64_t k, const T* a, int64_t a_stride, const T* b, T* c, int64_t ldc,
+                          int64_t rows, int64_t cols, bool accumulate) {
   typename GemmSizes<T>::V tile[kTileRows][2];
   // Measured for the three products of 256 x 784 -> 512: 4.67 ms without, 4.53 with it, if c is in
   // no cache; 4.49 and 4.45 if it is.
@@ -139,21 +149,21 @@ inline void multiply_tile(int64_t k, const T* a, const T* b, T* c, int64_t ldc, 
 #pragma GCC unroll 14
     for (int r = 0; r < Rows; ++r) __builtin_prefetch(c + r * ldc, 1);
   }
-  multiply_panels<Rows, T>(k, a, b, tile);
+  multiply_panels<Rows, Step, T>(k, {a, a_stride, rows}, b, tile);
   store_tile<Rows, T>(tile, c, ldc, rows, cols, accumulate);
 }
 
 // The last few rows of a block do not pay for a whole tile. Measured: 32 x 196 x 144 (five tiles of
 // six rows, and two rows) runs at 76 GFLOP/s with this and at 73 with a sixth whole tile.
-template <class T>
-inline void multiply_last_tile(int64_t k, const T* a, const T* b, T* c, int64_t ldc, int64_t rows,
-                               int64_t cols, bool accumulate) {
+template <int Step, class T>
+inline void multiply_last_tile(int64_t k, const T* a, int64_t a_stride, const T* b, T* c,
+                               int64_t ldc, int64_t rows, int64_t cols, bool accumulate) {
   if (rows <= 2) {
-    multiply_tile<2>(k, a, b, c, ldc, rows, cols, accumulate);
+    multiply_tile<2, Step>(k, a, a_stride, b, c, ldc, rows, cols, accumulate);
   } else if (rows <= 4) {
-    multiply_tile<4>(k, a, b, c, ldc, rows, cols, accumulate);
+    multiply_tile<4, Step>(k, a, a_stride, b, c, ldc, rows, cols, accumulate);
   } else {
-    multiply_tile<kTileRows>(k, a, b, c, ldc, rows, cols, accumulate);
+    multiply_tile<kTileRows, Step>(k, a, a_stride, b, c, ldc, rows, cols, accumulate);
   }
 }
 
@@ -179,8 +189,8 @@ DPK_INLINE void fetch_lines(const PanelSource<T>& source, int64_t column, int64_
 // this one's tiles: they are far apart, and no prefetcher follows them. Measured for 256 x 784 x
 // 784 on two cores: 2.40 ms with all of b packed first, 2.32 like this; 256 x 512 x 512 1.10
 // and 1.04.
-template <class T>
-inline void multiply_blocks(int64_t rows, int64_t cols, int64_t depth, const T* a,
+template <int Step, class T>
+inline void multiply_blocks(int64_t rows, int64_t cols, int64_t depth, const T* a, int64_t a_stride,
                             const PanelSource<T>& source, T* b, T* c, int64_t ldc, bool accumulate,
                             bool upper, int64_t above) {
   constexpr int kTileCols = GemmSizes<T>::kTileCols;
@@ -201,9 +211,9 @@ inline void multiply_blocks(int64_t rows, int64_t cols, int64_t depth, const T* 
         line = next;
       }
       auto* const multiply =
-          rows - i < kTileRows ? multiply_last_tile<T> : multiply_tile<kTileRows, T>;
-      multiply(depth, a + i * depth, b + j * depth, c + i * ldc + j, ldc, rows - i, cols - j,
-               accumulate);
+          rows - i < kTileRows ? multiply_last_tile<Step, T> : multiply_tile<kTileRows, Step, T>;
+      multiply(depth, a + i * (Step > 1 ? depth : a_stride), a_stride, b + j * depth,
+               c + i * ldc + j, ldc, rows - i, cols - j, accumulate);
     }
   }
 }
@@ -213,6 +223,11 @@ inline int64_t part_of(int64_t n, int64_t most) {
   const int64_t parts = (n + most - 1) / most;
   return parts == 0 ? 1 : (n + parts - 1) / parts;
 }
+
+// Up to so many columns, packing rows of a costs more than it saves. Measured on one core, GFLOP/s
+// packed and as they are: 512 x 10 x 256 37 and 56, 64 x 64 x 64 79 and 87, 256 x 96 x 256 88 and
+// 94, 120 x 128 x 257 86 and 91; 256 x 192 x 784 87 and 87, 256 x 384 x 784 90 and 89.
+constexpr int64_t kUnpackedCols = 128;
 
 // c (+)= a b in one thread; only tiles that reach the diagonal or lie above it if `upper`.
 template <class T>
@@ -236,10 +251,17 @@ void gemm_blocks(int64_t m, int64_t n, int64_t k, MatrixView<T> a, MatrixView<T>
       for (int64_t ic = 0; ic < m; ic += Blocks::kRows) {
         if (upper && jc + cols <= ic) break;
         const int64_t rows = m - ic < Blocks::kRows ? m - ic : Blocks::kRows;
-        pack_panels<kTileRows>(rows, depth, a.data + ic * a.row_stride + pc * a.col_stride,
-                               a.row_stride, a.col_stride, packed_a);
-        multiply_blocks<T>(rows, cols, depth, packed_a, source, packed_b, c + ic * ldc + jc, ldc,
-                           accumulate || pc > 0, upper, jc - ic);
+        const T* const block = a.data + ic * a.row_stride + pc * a.col_stride;
+        T* const to = c + ic * ldc + jc;
+        const bool add = accumulate || pc > 0;
+        if (a.col_stride == 1 && cols <= kUnpackedCols) {
+          multiply_blocks<1, T>(rows, cols, depth, block, a.row_stride, source, packed_b, to, ldc,
+                                add, upper, jc - ic);
+        } else {
+          pack_panels<kTileRows>(rows, depth, block, a.row_stride, a.col_stride, packed_a);
+          multiply_blocks<kTileRows, T>(rows, cols, depth, packed_a, 1, source, packed_b, to, ldc,
+                                        add, upper, jc - ic);
+        }
         source.data = nullptr;
       }
     }

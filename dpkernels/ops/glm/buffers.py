@@ -13,8 +13,8 @@ def sum_buffer(
 ) -> Tensor:
     """Return the buffer to write a sum of ``[clients, *width]`` into: ``out``, checked, or new.
 
-    New pages in every step cost more than the sums. Measured, the Hessian (105 MB) of 256 records of
-    512 features and 10 classes: 83 ms into new memory, 34 into a buffer that is kept.
+    New pages in every step cost more than the sums. Measured, the Hessian (105 MB) of 256 records
+    of 512 features and 10 classes: 83 ms into new memory, 34 into a buffer that is kept.
     """
     x, shape = records.x, [records.clients, *width]
     if out is None:
