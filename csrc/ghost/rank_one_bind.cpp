@@ -1,15 +1,22 @@
-// dpkernels::ghost_linear_rank_one on CPU tensors.
+// dpkernels::ghost_linear_rank_one and ghost_linear_rank_one_clip_ on CPU tensors.
 //
 // Friendly messages come from the Python functions; the checks here keep a direct call of the
-// operator from reading memory that is not its own.
+// operators from reading or writing memory that is not theirs. The second one refuses whatever
+// linear_clip_and_sum refuses, which relies on it.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/library.h>
 
+#include <cmath>
 #include <optional>
 #include <tuple>
+#include <vector>
 
+#include "clip/clip.h"
 #include "common/torch_executor.h"
+#include "common/torch_overlap.h"
+#include "ghost/linear.h"
 #include "ghost/rank_one.h"
 #include "ghost/torch_dtype.h"
 
@@ -46,18 +53,37 @@ struct Side {
             transformed.mutable_data_ptr()};
   }
   Side(const Side&) = delete;
+
+  // What the sum is made from: the rows, as transformed if they are.
+  dpk::Positions positions() const {
+    if (!matrix.defined()) return {view.rows, view.row_stride, view.width};
+    return {transformed.const_data_ptr(), view.size, view.size};
+  }
 };
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> ghost_linear_rank_one(
-    const at::Tensor& activations, const at::Tensor& errors, const std::optional<at::Tensor>& right,
-    const std::optional<at::Tensor>& left, bool augment, bool bias) {
+void check_vectors(const at::Tensor& activations, const at::Tensor& errors, bool augment,
+                   bool has_right) {
   TORCH_CHECK_VALUE(activations.is_cpu() && errors.is_cpu() && activations.dim() == 3 &&
                         errors.dim() == 3 && activations.size(0) == errors.size(0) &&
                         activations.size(1) == 1 && errors.size(1) == 1 &&
                         activations.scalar_type() == errors.scalar_type(),
                     "activations and errors must be [B, 1, I] and [B, 1, O] CPU tensors of one "
                     "dtype");
-  TORCH_CHECK_VALUE(right || !augment, "augment needs right, of size I + 1");
+  TORCH_CHECK_VALUE(has_right || !augment, "augment needs right, of size I + 1");
+}
+
+void check_output(const at::Tensor& out, at::IntArrayRef sizes, at::ScalarType type) {
+  TORCH_CHECK_VALUE(out.is_cpu() && out.is_contiguous() && out.sizes() == sizes &&
+                        out.scalar_type() == type && !out.requires_grad() &&
+                        (!out.is_inference() || c10::InferenceMode::is_enabled()),
+                    "out and bias_out must be contiguous [O, I] and [O] CPU tensors, float32 "
+                    "(float64 for float64), and writable: no grad, no inference tensors");
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> ghost_linear_rank_one(
+    const at::Tensor& activations, const at::Tensor& errors, const std::optional<at::Tensor>& right,
+    const std::optional<at::Tensor>& left, bool augment, bool bias) {
+  check_vectors(activations, errors, augment, right.has_value());
   const dpk::Dtype dtype = dpk::dtype_of(activations, "activations");
   const Side a(activations, right, augment), d(errors, left, false);
   at::Tensor sq_norms = at::empty({activations.size(0)}, at::kDouble);
@@ -66,6 +92,41 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> ghost_linear_rank_one(
   return {a.transformed, d.transformed, sq_norms};
 }
 
+std::tuple<at::Tensor, at::Tensor> ghost_linear_rank_one_clip_(
+    const at::Tensor& out, const std::optional<at::Tensor>& bias_out, const at::Tensor& activations,
+    const at::Tensor& errors, const std::optional<at::Tensor>& right,
+    const std::optional<at::Tensor>& left, bool augment, double max_norm, bool accumulate) {
+  check_vectors(activations, errors, augment, right.has_value());
+  const int64_t batch = activations.size(0), outputs = errors.size(2);
+  const at::ScalarType type = dpk::sum_type(activations.scalar_type());
+  check_output(out, {outputs, activations.size(2)}, type);
+  if (bias_out) check_output(*bias_out, {outputs}, type);
+  TORCH_CHECK_VALUE(bias_out || !augment, "augment needs bias_out");
+  TORCH_CHECK_VALUE(max_norm > 0 && std::isfinite(max_norm),
+                    "max_norm must be a finite number > 0");
+  std::vector<at::Tensor> outs = {out}, inputs = {activations, errors};
+  if (bias_out) outs.push_back(*bias_out);
+  if (right) inputs.push_back(*right);
+  if (left) inputs.push_back(*left);
+  dpk::check_disjoint(outs, inputs);
+
+  const dpk::Dtype dtype = dpk::dtype_of(activations, "activations");
+  const Side a(activations, right, augment), d(errors, left, false);
+  at::Tensor sq_norms = at::empty({batch}, at::kDouble), factors = at::empty({batch}, type);
+  double* const squares = sq_norms.mutable_data_ptr<double>();
+  const dpk::Executor executor = dpk::torch_executor();
+  dpk::rank_one_sq_norms(a.view, d.view, batch, dtype, bias_out && !augment, squares, executor);
+  dpk::clip_factors(squares, batch, {&max_norm, 1, /*normalise=*/false, 0.0}, type == at::kDouble,
+                    factors.mutable_data_ptr());
+  const dpk::LinearBatch vectors{a.positions(), d.positions(), batch, 1, dtype};
+  dpk::linear_weighted_sum(vectors, factors.const_data_ptr(), augment, out.mutable_data_ptr(),
+                           bias_out ? bias_out->mutable_data_ptr() : nullptr, accumulate, executor);
+  return {sq_norms, factors};
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(dpkernels, CPU, m) { m.impl("ghost_linear_rank_one", ghost_linear_rank_one); }
+TORCH_LIBRARY_IMPL(dpkernels, CPU, m) {
+  m.impl("ghost_linear_rank_one", ghost_linear_rank_one);
+  m.impl("ghost_linear_rank_one_clip_", ghost_linear_rank_one_clip_);
+}

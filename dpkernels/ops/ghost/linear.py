@@ -42,7 +42,7 @@ from dpkernels.ops.ghost.linear_plan import (
     stores_gradients,
     transforms_gradients,
 )
-from dpkernels.ops.ghost.rank_one import rank_one_norms
+from dpkernels.ops.ghost.rank_one import rank_one_clip_and_sum, rank_one_norms
 from dpkernels.ops.kron import apply_factor
 
 
@@ -170,6 +170,13 @@ def linear_clip_and_sum(
     or for clipping layer by layer; arguments as theirs. The L2 sensitivity of the sum when one
     sample is added or removed is ``max_norm``.
     """
+    if formula in ("auto", "rank_one"):
+        sides, buffers = (left, right), (out, bias_out)
+        found = rank_one_clip_and_sum(
+            activations, errors, max_norm, bias, sides, buffers, accumulate
+        )
+        if found is not None:
+            return found
     norms = linear_norms(activations, errors, bias=bias, left=left, right=right, formula=formula)
     dtype = sum_dtype(activations.dtype)
     factors = clip.clip_factors(norms.sq_norms, max_norm, dtype=dtype)

@@ -12,8 +12,10 @@ from torch import Tensor
 from dpkernels import backend
 from dpkernels.ops.factor import Factor, Full
 from dpkernels.ops.ghost import reference_linear as reference
-from dpkernels.ops.ghost.layer import DTYPES
+from dpkernels.ops.ghost.layer import DTYPES, LayerSum
 from dpkernels.ops.kron import apply_factor
+
+_IN_ONE_CALL = frozenset({torch.float32, torch.float64})
 
 
 def rank_one_norms(
@@ -38,6 +40,48 @@ def rank_one_norms(
     return a if right is None else new_a, d if left is None else new_d, sq_norms
 
 
+def rank_one_clip_and_sum(
+    activations: Tensor,
+    errors: Tensor,
+    max_norm: float,
+    bias: bool,
+    sides: tuple[Factor | None, Factor | None],
+    buffers: tuple[Tensor | None, Tensor | None],
+    accumulate: bool,
+) -> LayerSum | None:
+    """Return the clipped sum from one call of the compiled operator; None where that is not to be.
+
+    Arguments as for ``linear_clip_and_sum``, not checked: the operator refuses what does not fit
+    before it writes, and its caller, which gets None, then finds the words. What Python does around
+    three operators takes 0.2 ms with cold caches, beside 4.4 ms for 256 x 784 -> 512.
+    """
+    left, right = sides
+    if activations.dim() != 2 or errors.dim() != 2 or activations.dtype not in _IN_ONE_CALL:
+        return None
+    if not all(side is None or isinstance(side, Full) for side in sides):
+        return None
+    run = backend.select(_rank_one_clip, activations.device, activations.dtype)
+    if run is not _rank_one_clip.overload or torch.compiler.is_compiling():
+        return None
+    out, bias_out = buffers
+    if accumulate and (out is None or (bias and bias_out is None)):
+        return None
+    inputs, outputs = activations.shape[1], errors.shape[1]
+    weight = activations.new_empty(outputs, inputs) if out is None else out
+    if bias and bias_out is None:
+        bias_out = activations.new_empty(outputs)
+    augment = bias and right is not None and right.size == inputs + 1
+    vectors = activations.detach().unsqueeze(1), errors.detach().unsqueeze(1)
+    matrices = _matrix(right), _matrix(left)  # type: ignore[arg-type]
+    if not all(x.is_cpu for x in (*vectors, weight)) or (bias_out is not None) != bias:
+        return None
+    try:
+        norms = run(weight, bias_out, *vectors, *matrices, augment, max_norm, accumulate)
+    except (RuntimeError, ValueError, TypeError):
+        return None
+    return LayerSum(weight, bias_out, *norms)
+
+
 def _matrix(factor: Full | None) -> Tensor | None:
     return None if factor is None else factor.matrix.detach()
 
@@ -58,6 +102,21 @@ def _fake_rank_one(
     return *sides, activations.new_empty(batch, dtype=torch.float64)
 
 
+def _fake_rank_one_clip(
+    out: Tensor,
+    bias_out: Tensor | None,
+    activations: Tensor,
+    errors: Tensor,
+    right: Tensor | None,
+    left: Tensor | None,
+    augment: bool,
+    max_norm: float,
+    accumulate: bool,
+) -> tuple[Tensor, Tensor]:
+    batch = activations.shape[0]
+    return activations.new_empty(batch, dtype=torch.float64), out.new_empty(batch)
+
+
 # An operator must not return what it was given: without a matrix its result is an empty tensor.
 _rank_one = backend.register(
     "ghost_linear_rank_one(Tensor activations, Tensor errors, Tensor? right, Tensor? left, "
@@ -66,4 +125,13 @@ _rank_one = backend.register(
     fake=_fake_rank_one,
     dtypes=DTYPES,
     triton="dpkernels.ops.ghost.triton_rank_one:rank_one",
+)
+# On GPUs the three operators that this one is made of serve: there is no cold Python to save.
+_rank_one_clip = backend.register(
+    "ghost_linear_rank_one_clip_(Tensor(a!) out, Tensor(b!)? bias_out, Tensor activations, "
+    "Tensor errors, Tensor? right, Tensor? left, bool augment, float max_norm, bool accumulate) "
+    "-> (Tensor sq_norms, Tensor factors)",
+    reference=reference.rank_one_clip_,
+    fake=_fake_rank_one_clip,
+    dtypes=_IN_ONE_CALL,
 )

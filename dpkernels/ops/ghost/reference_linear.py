@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dpkernels.ops.clip import reference as clip
 from dpkernels.ops.ghost.rounding import raised, rounding_error
 
 
@@ -86,3 +87,23 @@ def _measured(x: Tensor, matrix: Tensor | None, augment: bool) -> tuple[Tensor, 
         y, squares = transform(rows, matrix, augment)
         return y.unsqueeze(1), squares
     return x.new_empty(0), torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square()
+
+
+def rank_one_clip_(
+    out: Tensor,
+    bias_out: Tensor | None,
+    activations: Tensor,
+    errors: Tensor,
+    right: Tensor | None,
+    left: Tensor | None,
+    augment: bool,
+    max_norm: float,
+    accumulate: bool,
+) -> tuple[Tensor, Tensor]:
+    """Clip the gradients of ``rank_one`` to ``max_norm`` and add them up; return norms, factors."""
+    bias = bias_out is not None and not augment
+    a, d, squares = rank_one(activations, errors, right, left, augment, bias)
+    a, d = activations if right is None else a, errors if left is None else d
+    factors = clip.clip_factors(squares.unsqueeze(0), [max_norm], False, 0.0, out.dtype).squeeze(0)
+    weighted_sum_(out, bias_out, a, d, factors, accumulate)
+    return squares, factors
