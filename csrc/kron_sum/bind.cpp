@@ -1,6 +1,10 @@
 // dpkernels::kron_sum_ on CPU tensors.
+//
+// Friendly messages come from the Python function. The operator refuses whatever that one refuses,
+// which relies on it.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/library.h>
 
 #include <vector>
@@ -61,6 +65,9 @@ void check(at::TensorList out, at::TensorList gs, at::TensorList as, at::TensorL
   }
   for (size_t l = 0; l < out.size(); ++l) {
     const at::Tensor &x = xs[l], &g = gs[l], &a = as[l];
+    TORCH_CHECK_VALUE(
+        !out[l].requires_grad() && (!out[l].is_inference() || c10::InferenceMode::is_enabled()),
+        "kron_sum_: out must be writable: no grad, no inference tensors");
     TORCH_CHECK_VALUE(x.dim() == 2 && g.dim() == 3 && a.dim() == 3,
                       "kron_sum_: gs and as must be [n, ., .] and xs [O, I]");
     const int64_t n = g.size(0), rows = x.size(0), cols = x.size(1);

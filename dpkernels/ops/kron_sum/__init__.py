@@ -50,7 +50,7 @@ def kron_sum(
     op = "kron_sum"
     g_list, a_list, x_list = (_list(layers) for layers in (gs, as_, x))
     center_list = [] if centers is None else _list(centers)
-    _check_layers(op, g_list, a_list, x_list, center_list)
+    inputs = [*g_list, *a_list, *x_list, *center_list]
     one = isinstance(x, Tensor)
     if out is None:
         if accumulate:
@@ -58,12 +58,35 @@ def kron_sum(
         outs = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in x_list]
     else:
         outs = [out] if isinstance(out, Tensor) else list(out)
-        _check_outputs(op, outs, x_list)
-        check_writable(op, "out", outs, [*g_list, *a_list, *x_list, *center_list])
+
+    def check() -> None:
+        _check_layers(op, g_list, a_list, x_list, center_list)
+        if out is not None:
+            _check_outputs(op, outs, x_list)
+            check_writable(op, "out", outs, inputs)
+
+    if not outs or not _checks_itself(outs[0], [*outs, *inputs]):
+        check()
     if outs:
         run = backend.select(_kron_sum, outs[0].device, outs[0].dtype)
-        run(outs, g_list, a_list, x_list, center_list, accumulate)
+        try:
+            run(outs, g_list, a_list, x_list, center_list, accumulate)
+        except (RuntimeError, ValueError):
+            check()
+            raise
     return outs[0] if one else outs
+
+
+def _checks_itself(first: Tensor, tensors: list[Tensor]) -> bool:
+    """Return whether the compiled operator will serve: it makes all checks before it writes.
+
+    Made in Python they take 0.1 ms for LeNet's layers, beside 1.2 ms for the sums. The words of a
+    refusal come from here.
+    """
+    if torch.compiler.is_compiling() or first.dtype not in DTYPES:
+        return False
+    run = backend.select(_kron_sum, first.device, first.dtype)
+    return run is _kron_sum.overload and all(tensor.is_cpu for tensor in tensors)
 
 
 class KronFisher:
