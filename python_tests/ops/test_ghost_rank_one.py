@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpkernels.ops import clip, ghost
 from dpkernels.ops.factor import Full
-from dpkernels.ops.ghost import reference_linear
+from dpkernels.ops.ghost import reference_linear, triton_rank_one
 from dpkernels.ops.ghost.rank_one import rank_one_clip_and_sum
 from python_tests.conftest import running_on
 from python_tests.ops import ghost_linear_cases as cases
@@ -179,6 +179,20 @@ def test_compiled_code_sees_no_break_and_gives_the_same() -> None:
         found, wanted = compiled(a, d), step(a, d)
         torch.testing.assert_close(found[:4], wanted[:4], rtol=0, atol=0)
         assert torch.equal(found[4].sq_norms, wanted[4].sq_norms)
+
+
+@pytest.mark.parametrize("augment", [True, False])
+def test_the_operator_itself_gives_the_same_on_triton(augment: bool) -> None:
+    a, d = (x.unsqueeze(1) for x in cases.inputs((6,), 5, 3, torch.float64))
+    right, left = cases.factor("full", 5 + augment, a.dtype), cases.factor("full", 3, a.dtype)
+    assert isinstance(right, Full) and isinstance(left, Full)
+    given = (a, d, right.matrix, left.matrix, augment, 2.0, True)
+    results = []
+    for module in (reference_linear, triton_rank_one):
+        out, bias = a.new_ones(3, 5), a.new_ones(3)
+        results.append((*module.rank_one_clip_(out, bias, *given), out, bias))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-13, atol=0)
+    assert (results[0][1] < 1).any() and (results[0][2] != 1).all()
 
 
 def test_the_reference_is_the_definition() -> None:
