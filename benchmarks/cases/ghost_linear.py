@@ -11,6 +11,8 @@ norms and sum               8 B T (I + O) + 4 I O       B T^2 (I + O) + 2 B T I 
 weighted sum                4 B T (I + O) + 4 I O       2 B T I O
 norms and sum, T = 1, with  4 B (I + O) + 4 I O         2 B (I^2 + O^2) + 2 B I O
 full-rank factors           + 4 (I^2 + O^2)
+norms alone, T = 1, with    8 B (I + O)                 2 B (I^2 + O^2)
+full-rank factors           + 4 (I^2 + O^2)
 ==========================  ==========================  ========================================
 """
 
@@ -34,11 +36,13 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     if quick:
         yield _norms(4, 64, 96, 64)
         yield _rank_one(64, 96, 64)
+        yield _rank_one_norms(64, 96, 64)
         yield _norms_and_sum(4, 32, 64, 64)
         yield _weighted_sum(4, 32, 64, 96)
         return
     yield _norms(16, 256, 768, 768, Target(1.3, TWO_BMM, memory_fraction=1 / 8))
     yield _rank_one(256, 784, 512, Target(1.15, PLAIN_RANK_ONE, percent_of_bound=83.0))
+    yield _rank_one_norms(256, 784, 512)
     yield _norms_and_sum(16, 64, 256, 256)
     yield _weighted_sum(16, 256, 768, 768)
 
@@ -248,13 +252,17 @@ def _weighted_sum(batch: int, positions: int, inputs: int, outputs: int) -> Case
     )
 
 
+def _rank_one_inputs(
+    batch: int, inputs: int, outputs: int, device: torch.device, g: torch.Generator
+) -> Inputs:
+    """Return activations and errors without positions, and symmetric factors of both sides."""
+    a, d = (x.squeeze(1) for x in _inputs(batch, 1, inputs, outputs, device, g))
+    roots = [torch.randn(n, n, generator=g, device=device) / n**0.5 for n in (inputs, outputs)]
+    return [a, d, *((root + root.T) / 2 for root in roots)]
+
+
 def _rank_one(batch: int, inputs: int, outputs: int, target: Target | None = None) -> Case:
     bound = float((inputs * outputs) ** 0.5)
-
-    def make_inputs(device: torch.device, g: torch.Generator) -> Inputs:
-        a, d = (x.squeeze(1) for x in _inputs(batch, 1, inputs, outputs, device, g))
-        roots = [torch.randn(n, n, generator=g, device=device) / n**0.5 for n in (inputs, outputs)]
-        return [a, d, *((root + root.T) / 2 for root in roots)]
 
     def ours(
         a: Tensor, d: Tensor, right: Tensor, left: Tensor, out: Tensor, bias_out: Tensor
@@ -272,11 +280,11 @@ def _rank_one(batch: int, inputs: int, outputs: int, target: Target | None = Non
         return a, d, right, left, torch.empty_like(a), torch.empty_like(d), *outs
 
     return Case(
-        op="ghost_linear_rank_one",
+        op="ghost_linear_rank_one_clip_",
         name=f"ghost linear {batch} x {inputs} -> {outputs}, full-rank factors",
         dtype=torch.float32,
         parameters={"B": batch, "T": 1, "I": inputs, "O": outputs},
-        make_inputs=make_inputs,
+        make_inputs=lambda device, g: _rank_one_inputs(batch, inputs, outputs, device, g),
         bytes_moved=4 * (batch * (inputs + outputs) + inputs**2 + outputs**2 + inputs * outputs),
         flops=2 * batch * (inputs**2 + outputs**2 + inputs * outputs),
         bound="gemm",
@@ -291,6 +299,48 @@ def _rank_one(batch: int, inputs: int, outputs: int, target: Target | None = Non
         ),
         truth=lambda tensors: _plain_rank_one(bound, *(x.double() for x in tensors)),
         target=target or Target(),
+    )
+
+
+def _plain_sq_norms(a: Tensor, d: Tensor) -> Outputs:
+    norms = torch.linalg.vector_norm(a, dim=1).square_().add_(1.0)
+    return [norms.mul_(torch.linalg.vector_norm(d, dim=1).square_())]
+
+
+def _rank_one_norms(batch: int, inputs: int, outputs: int) -> Case:
+    """Norms alone, as for clipping over all layers: the vectors are kept for the sum."""
+
+    def ours(a: Tensor, d: Tensor, right: Tensor, left: Tensor) -> Outputs:
+        return [linear_norms(a, d, left=Full(left), right=Full(right)).sq_norms]
+
+    def plain(a: Tensor, d: Tensor, right: Tensor, left: Tensor) -> Outputs:
+        return _plain_sq_norms(a @ right, d @ left)
+
+    def plain_kept(
+        a: Tensor, d: Tensor, right: Tensor, left: Tensor, new_a: Tensor, new_d: Tensor
+    ) -> Outputs:
+        return _plain_sq_norms(torch.mm(a, right, out=new_a), torch.mm(d, left, out=new_d))
+
+    vectors = batch * (inputs + outputs)
+    return Case(
+        op="ghost_linear_rank_one",
+        name=f"ghost norms {batch} x {inputs} -> {outputs}, full-rank factors",
+        dtype=torch.float32,
+        parameters={"B": batch, "T": 1, "I": inputs, "O": outputs},
+        make_inputs=lambda device, g: _rank_one_inputs(batch, inputs, outputs, device, g),
+        bytes_moved=8 * vectors + 4 * (inputs**2 + outputs**2),
+        flops=2 * batch * (inputs**2 + outputs**2),
+        bound="gemm",
+        ours=Form("dpkernels", ours, tuple),
+        plain=(
+            Form("transform, norms", plain, tuple),
+            Form(
+                "the same into kept buffers",
+                plain_kept,
+                lambda t: (*t, torch.empty_like(t[0]), torch.empty_like(t[1])),
+            ),
+        ),
+        truth=lambda tensors: plain(*(x.double() for x in tensors)),
     )
 
 
