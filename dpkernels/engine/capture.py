@@ -1,0 +1,229 @@
+"""Activations and errors of every layer, taken out of ordinary forward and backward passes.
+
+Each trained layer's ``forward`` goes through an autograd function that keeps what came in, and
+whose backward pass hands over what came back instead of computing a weight gradient. Parameters
+never get a gradient from autograd.
+
+One call of the model is one ``Pass``: index i of the first axis is sample i in all of its layers. A
+backward pass belongs to one pass. Two passes in one backward pass might hold the same people or
+different ones, which nobody can tell from outside: that is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from dpkernels.engine.layers.layer import Layer, Norms
+
+_ONE_CALL = (
+    "call the model once for each backward(), or put the calls into the forward() of one module "
+    "if they are about the same samples"
+)
+
+# What one layer hands over for one use: activations and errors, or what else its rule needs.
+Captured = tuple[Tensor, ...]
+
+
+@dataclass(eq=False)
+class Pass:
+    """One call of the model.
+
+    batch: how many samples went in; None until the first layer shows it.
+    whole: whether it is a call of the model itself, not of some of its layers one by one.
+    again: whether it repeats, for a checkpoint, what another pass did.
+    calls: how often each layer was called.
+    task: the backward pass that it was seen in.
+    uses: what has been handed over of layers that were called several times or share parameters.
+    norms: of the layers that are complete.
+    """
+
+    batch: int | None = None
+    whole: bool = True
+    again: bool = False
+    calls: dict[Layer, int] = field(default_factory=dict)
+    task: int | None = None
+    uses: dict[Layer, list[Captured]] = field(default_factory=dict)
+    norms: dict[Layer, Norms] = field(default_factory=dict)
+
+
+class Site:
+    """One use of one layer in one pass: where its backward pass delivers."""
+
+    __slots__ = ("_capture", "_pass", "layer")
+
+    def __init__(self, capture: Capture, layer: Layer, current: Pass) -> None:
+        self._capture = capture
+        self.layer = layer
+        self._pass = current
+
+    @property
+    def batch(self) -> int | None:
+        """How many samples the pass has, if that is known."""
+        return self._pass.batch
+
+    def of(self, layer: Layer) -> Site:
+        """Return where one use of a sublayer delivers to, in the same pass."""
+        if not self._pass.again:
+            self._pass.calls[layer] = self._pass.calls.get(layer, 0) + 1
+        return Site(self._capture, layer, self._pass)
+
+    def deliver(self, *tensors: Tensor) -> None:
+        """Hand over what the layer's rule needs; called in the backward pass."""
+        self._capture.take(self._pass, self.layer, tensors)
+
+
+class Capture:
+    """Collects the uses of a model's layers and says when a layer, and a pass, is complete."""
+
+    def __init__(
+        self,
+        layer_complete: Callable[[Pass, Layer, Captured], None],
+        pass_complete: Callable[[Pass], None],
+    ) -> None:
+        self._layer_complete = layer_complete
+        self._pass_complete = pass_complete
+        self._current: Pass | None = None  # the call of the model that is running
+        self._loose = Pass(whole=False)  # calls of layers on their own
+        self._open: Pass | None = None  # the pass of the backward pass that is running
+        self._paused = False
+
+    def attach(self, model: nn.Module, layers: Sequence[Layer]) -> Callable[[], None]:
+        """Route the layers' forward passes through here; return what undoes it."""
+        undo: list[Callable[[], None]] = []
+        for layer in layers:
+            undo.append(self._route(layer))
+        for layer in flattened(layers):
+            undo += [self._guard(layer, p) for p in layer.parameters.values()]
+        before = model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        after = model.register_forward_hook(self._end, always_call=True)
+        undo += [before.remove, after.remove]
+
+        def detach() -> None:
+            for one in undo:
+                one()
+
+        return detach
+
+    def _route(self, layer: Layer) -> Callable[[], None]:
+        module = layer.module
+        plain = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._paused or not torch.is_grad_enabled():
+                return plain(*args, **kwargs)
+            return layer.forward(self._site(layer), plain, *args, **kwargs)
+
+        # An attribute of the object hides the class's method, until it is deleted.
+        module.forward = forward
+        return lambda: delattr(module, "forward")
+
+    @staticmethod
+    def _guard(layer: Layer, parameter: nn.Parameter) -> Callable[[], None]:
+        """Raise as soon as autograd itself computes a gradient of a parameter."""
+
+        def refuse(parameter: Tensor) -> None:
+            parameter.grad = None
+            raise RuntimeError(
+                f"a parameter of {layer.describe()} is used outside of its layer's forward pass, "
+                "so that a part of its gradient would not be clipped; use the layer only by "
+                "calling it, and decay weights in the optimizer instead of the loss"
+            )
+
+        return parameter.register_post_accumulate_grad_hook(refuse).remove
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let layers compute as if nobody listened."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        # A pass whose backward pass was broken off is dropped with all it held.
+        if _backward_task() == -1:
+            self._open = None
+        inputs = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        batch = next((x.shape[0] for x in inputs if x.dim() > 0), None)
+        self._current = Pass(batch)
+
+    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+        self._current = None
+
+    def _site(self, layer: Layer) -> Site:
+        """Return where this call of ``layer`` delivers to."""
+        if _backward_task() != -1:
+            return Site(self, layer, Pass(again=True))
+        if self._current is None and self._loose.task is not None:
+            self._loose = Pass(whole=False)
+        current = self._current or self._loose
+        current.calls[layer] = current.calls.get(layer, 0) + 1
+        return Site(self, layer, current)
+
+    def take(self, current: Pass, layer: Layer, tensors: Captured) -> None:
+        """Accept what a use of ``layer`` delivers."""
+        self._enter(current)
+        batch = tensors[0].shape[0]
+        if current.batch is None:
+            current.batch = batch
+        if batch != current.batch:
+            raise RuntimeError(
+                f"{layer.describe()}: the first axis of its input has {batch} elements, but the "
+                f"model was called with {current.batch} samples; samples must be the first axis in "
+                "every trained layer (batch_first=True), so that gradients can be told apart"
+            )
+        if current.calls[layer] == 1 and not layer.shared:
+            self._layer_complete(current, layer, tensors)
+            return
+        uses = current.uses.setdefault(layer, [])
+        if uses and not current.whole:
+            raise RuntimeError(
+                f"{layer.describe()} was called twice, outside of a call of the model: whether "
+                f"about the same samples is not known; {_ONE_CALL}"
+            )
+        uses.append(tensors)
+
+    def _enter(self, current: Pass) -> None:
+        """Make ``current`` the pass that this backward pass belongs to, or say why it cannot be."""
+        task = _backward_task()
+        if current is self._open and current.task == task:
+            return
+        if current.again or (current.task is not None and current.task != task):
+            raise RuntimeError(
+                "a second backward pass went through one call of the model: the parts of a "
+                "sample's gradient would be clipped apart; add the losses up and call backward() "
+                "once, and use gradient checkpointing with use_reentrant=False"
+            )
+        if self._open is not None and self._open.task == task:
+            raise RuntimeError(
+                "one backward pass went through two calls of the model: sample i of one may or may "
+                f"not be the person of sample i of the other; {_ONE_CALL}"
+            )
+        current.task = task
+        self._open = current
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: self._complete(current))
+
+    def _complete(self, current: Pass) -> None:
+        if self._open is current:
+            self._open = None
+            self._pass_complete(current)
+
+
+def flattened(layers: Sequence[Layer]) -> list[Layer]:
+    """Return the layers that have parameters: sublayers in place of what they make up."""
+    return [part for layer in layers for part in layer.sublayers or (layer,)]
+
+
+def _backward_task() -> int:
+    """Return the number of the backward pass that is running, or -1."""
+    return torch._C._current_graph_task_id()

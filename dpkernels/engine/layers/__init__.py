@@ -1,0 +1,1 @@
+"""How each kind of layer is computed, captured and turned into norms and clipped sums."""

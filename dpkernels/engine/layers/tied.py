@@ -1,0 +1,191 @@
+"""Layers that share a weight: norms with the cross terms between them.
+
+Linear layers that share W ``[V, D]`` are one layer with all their positions. With embeddings that
+share it, too, the gradient is L + E, where L = sum_t d_t a_t^T of the linear uses and
+E = sum_s e_s at row token_s of the embeddings, so
+
+    |L + E|^2 = |L|^2 + |E|^2 + 2 sum_{s,t} d_t[token_s] (e_s . a_t).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpkernels.engine.capture import Captured, Site
+from dpkernels.engine.layers.embedding import EmbeddingBagLayer, EmbeddingLayer
+from dpkernels.engine.layers.layer import Layer, Norms, Parts, Rows, Unsupported, WeightAndBias
+from dpkernels.engine.layers.linear import LinearLayer
+from dpkernels.ops import ghost
+from dpkernels.ops.ghost.layer import sum_dtype
+from dpkernels.ops.ghost.plan import Plan
+from dpkernels.precondition import Sides
+
+# Cross terms of so many elements [T, S] of samples are formed at a time: 32 MB of float64.
+_BLOCK_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True)
+class TiedNorms:
+    """Norms of a weight that linear layers and embeddings share."""
+
+    linear: Norms
+    embedding: Norms
+    sq_norms: Tensor
+
+    @property
+    def formula(self) -> str:
+        """Both formulas."""
+        return f"{self.linear.formula} + {self.embedding.formula} + cross terms"
+
+    def add_to(self, sums: Sequence[Tensor], factors: Tensor, accumulate: bool) -> None:
+        """Add both weighted sums to the one buffer."""
+        self.linear.add_to(sums, factors, accumulate)
+        self.embedding.add_to(sums, factors, True)
+
+
+class TiedGroup(Layer):
+    """All layers that share one weight, as a layer of its own."""
+
+    rule = "tied"
+
+    def __init__(self, members: Sequence[Layer]) -> None:
+        self.members = tuple(members)
+        self._linear = [x for x in members if isinstance(x, LinearLayer)]
+        self._embeddings = [x for x in members if isinstance(x, EmbeddingLayer)]
+        parameters = {"weight": members[0].parameters["weight"]}
+        for member in self._linear:
+            if member.trains("bias"):
+                parameters[f"{member.name}.bias"] = member.parameters["bias"]
+        names = " + ".join(member.name for member in members)
+        super().__init__(names, members[0].module, parameters)
+
+    @classmethod
+    def of(cls, members: Sequence[Layer]) -> TiedGroup:
+        """Return the group, or raise Unsupported where there is no formula for it."""
+        weights = {id(member.parameters.get("weight")) for member in members}
+        biases = [member.parameters.get("bias") for member in members]
+        trained = [id(bias) for bias in biases if bias is not None]
+        right_kinds = all(
+            isinstance(member, LinearLayer | EmbeddingLayer)
+            and not isinstance(member, EmbeddingBagLayer)
+            for member in members
+        )
+        if (
+            not right_kinds
+            or len(weights) > 1
+            or None in weights
+            or len(set(trained)) < len(trained)
+        ):
+            names = " and ".join(member.describe() for member in members)
+            raise Unsupported(
+                f"{names} share a parameter in a way that norms are not known for; weights of "
+                "Linear and Embedding can be shared; give the others parameters of their own"
+            )
+        return cls(members)
+
+    def describe(self) -> str:
+        """Return the members for a message."""
+        return " and ".join(member.describe() for member in self.members)
+
+    def norms_of(self, uses: Mapping[Layer, list[Captured]]) -> Norms:
+        """Return norms of all members' uses together."""
+        linear = [use for member in self._linear for use in uses[member]]
+        embedding = [
+            self._without_padding(member, use)
+            for member in self._embeddings
+            for use in uses[member]
+        ]
+        weight = self._weight_norms(linear, embedding)
+        biases = [self._bias_norms(member, uses[member], weight) for member in self._linear]
+        own = [norms for norms in biases if norms is not None]
+        return Parts((weight, *own), (1,) * (1 + len(own))) if own else weight
+
+    def _weight_norms(self, linear: list[Captured], embedding: list[Captured]) -> Norms:
+        rows = self.parameters["weight"].shape[0]
+        by_position = by_token = None
+        if linear:
+            a, d = self._linear[0].merged(linear)
+            by_position = WeightAndBias(ghost.linear_norms(a, d, bias=False))
+        if embedding:
+            tokens, e = self._embeddings[0].merged(embedding)
+            by_token = WeightAndBias(ghost.embedding_norms(tokens, e, num_embeddings=rows))
+        if by_position is None or by_token is None:
+            found = by_position or by_token
+            assert found is not None
+            return found
+        cross = _cross_terms(a, d, tokens, e)
+        total = (by_position.sq_norms + by_token.sq_norms + 2 * cross).clamp(min=0)
+        # What does not come out finite is not to be mended by the clamp.
+        sound = (by_position.sq_norms + by_token.sq_norms).isfinite() & cross.isfinite()
+        return TiedNorms(by_position, by_token, torch.where(sound, total, torch.nan))
+
+    @staticmethod
+    def _without_padding(member: EmbeddingLayer, use: Captured) -> Captured:
+        """Return the use with zero errors at the padding token, which gets no gradient."""
+        tokens, errors = use
+        padding = member.module.padding_idx
+        if padding is None:
+            return use
+        return tokens, torch.where((tokens != padding).unsqueeze(-1), errors, 0)
+
+    @staticmethod
+    def _bias_norms(member: Layer, uses: list[Captured], like: Norms) -> Norms | None:
+        if not member.trains("bias"):
+            return None
+        bias = member.parameters["bias"]
+        if not uses:
+            batch, dtype = like.sq_norms.shape[0], sum_dtype(bias.dtype)
+            return Rows.of([torch.zeros(batch, bias.numel(), dtype=dtype, device=bias.device)])
+        _, errors = member.merged(uses)
+        return Rows.of([errors.sum(1, dtype=sum_dtype(errors.dtype))])
+
+    def forward(self, site: Site, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Raise: the members are called, not the group."""
+        raise NotImplementedError
+
+    def norms(self, captured: Captured, sides: Sides) -> Norms:
+        """Raise: ``norms_of`` takes the uses of every member."""
+        raise NotImplementedError
+
+    def plan(self, captured: Captured, sides: Sides) -> Plan:
+        """Raise: the members have plans."""
+        raise NotImplementedError
+
+
+def _cross_terms(a: Tensor, d: Tensor, tokens: Tensor, e: Tensor) -> Tensor:
+    """Return sum_{s,t} d_t[token_s] (e_s . a_t), ``[B]`` in float64.
+
+    a ``[B, T, D]``, d ``[B, T, V]``, tokens ``[B, S]``, e ``[B, S, D]``. 2 B T S D flops.
+    """
+    positions, count = a.shape[1], tokens.shape[1]
+    block = max(1, _BLOCK_ELEMENTS // max(1, positions * count))
+    parts = []
+    for rows in torch.arange(a.shape[0], device=a.device).split(block):
+        at = slice(int(rows[0]), int(rows[-1]) + 1)
+        met = d[at].gather(2, tokens[at].unsqueeze(1).expand(-1, positions, -1)).double()
+        parts.append((met * (a[at].double() @ e[at].double().mT)).sum((1, 2)))
+    return torch.cat(parts) if parts else a.new_zeros(0, dtype=torch.float64)
+
+
+def tie(layers: Sequence[Layer]) -> list[TiedGroup]:
+    """Return the groups of layers that share parameters; mark their members as shared."""
+    owners: dict[nn.Parameter, list[Layer]] = {}
+    for layer in layers:
+        for parameter in layer.parameters.values():
+            owners.setdefault(parameter, []).append(layer)
+    groups: list[list[Layer]] = []
+    for sharing in owners.values():
+        if len(sharing) == 1:
+            continue
+        joined = [group for group in groups if any(layer in group for layer in sharing)]
+        merged = list(dict.fromkeys([*(x for group in joined for x in group), *sharing]))
+        groups = [group for group in groups if group not in joined] + [merged]
+    for group in groups:
+        for layer in group:
+            layer.shared = True
+    return [TiedGroup.of(group) for group in groups]

@@ -1,0 +1,233 @@
+"""``make_private``: an ordinary training loop becomes a private one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpkernels.engine.capture import Capture, flattened
+from dpkernels.engine.clipping import Clipping, Flat, NoisyCount
+from dpkernels.engine.layers.layer import Unsupported
+from dpkernels.engine.layers.tied import tie
+from dpkernels.engine.report import Report
+from dpkernels.engine.rules import check_optimizer, layers_of
+from dpkernels.engine.step import Mechanism, Reduction, Step
+from dpkernels.ops.checks import check_finite
+from dpkernels.ops.noise import NoiseKey
+from dpkernels.precondition import FixedSides, Preconditioner
+
+
+class PrivateTraining:
+    """A model and an optimizer in private training; ``make_private`` makes it.
+
+    Unit: one sample (index of the first axis), added or removed. Seen: the noisy gradients, so all
+    models. Sensitivity of the sum: ``sensitivity``. Noise: N(0, (sigma * sensitivity)^2), once for
+    each ``optimizer.step()``. Sampling is the caller's, and the accountant's, business.
+
+    Between ``backward()`` and ``step()`` parameters have no ``grad``: sums without noise are not
+    handed out. Afterwards ``grad`` is the noisy gradient.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, step: Step, detach: Callable[[], None]
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self._step = step
+        self._detach = detach
+
+    @property
+    def sensitivity(self) -> float:
+        """How far the clipped sum of the next step can move when one sample comes or goes."""
+        return self._step.clipping.sensitivity(self._step.names)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Noise divided by sensitivity."""
+        return self._step.mechanism.noise_multiplier
+
+    @property
+    def expected_batch_size(self) -> float:
+        """The public number that sums are divided by."""
+        return self._step.mechanism.expected_batch_size
+
+    @property
+    def extra_query(self) -> NoisyCount | None:
+        """What adaptive clipping asks of the samples in every step, beside the sum."""
+        return self._step.clipping.extra_query()
+
+    @property
+    def steps(self) -> int:
+        """How many noisy gradients have been released."""
+        return self._step.taken
+
+    @property
+    def noise_key(self) -> NoiseKey:
+        """Where the noise comes from."""
+        return self._step.key
+
+    @property
+    def nonfinite_samples(self) -> int:
+        """How many samples were dropped so far. Private: it depends on the data."""
+        return int(self._step.seen.nonfinite)
+
+    def sample_norms(self) -> dict[str, Tensor]:
+        """Return norms of the last microbatch's gradients, ``[B]`` for each layer, before clipping.
+
+        Not private: a diagnostic on the data itself, which must not be published or acted upon.
+        Raises RuntimeError unless ``make_private(..., keep_norms=True)``.
+        """
+        if self._step.seen.sq_norms is None:
+            raise RuntimeError(
+                "sample_norms: there are none; pass keep_norms=True to make_private, and call "
+                "backward()"
+            )
+        norms = self._step.seen.sq_norms.sqrt()
+        return dict(zip(self._step.names, norms, strict=True))
+
+    def report(self) -> Report:
+        """Return what each layer's rule, formula and cost are; shapes as of the first backward."""
+        return Report.of(self._step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps beside the model's and the optimizer's state."""
+        bound = getattr(self._step.clipping, "max_norm", None)
+        return {
+            "steps": self._step.taken,
+            "noise_key": self._step.key.state_dict(),
+            "max_norm": bound if isinstance(bound, float) else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after a checkpoint, without unfinished microbatches; noise is never repeated."""
+        self._step.discard()
+        self._step.key.load_state_dict(state["noise_key"])
+        self._step.taken = state["steps"]
+        if self.extra_query is not None:
+            self._step.clipping.max_norm = state["max_norm"]  # type: ignore[attr-defined]
+
+    def discard(self) -> None:
+        """Forget microbatches since the last step, as ``optimizer.zero_grad()`` does."""
+        self._step.discard()
+
+    def detach(self) -> None:
+        """Give model and optimizer back as they were: plain, without privacy."""
+        self._step.discard()
+        self._detach()
+
+
+def make_private(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    noise_multiplier: float,
+    max_grad_norm: float | Clipping,
+    expected_batch_size: float,
+    loss_reduction: Reduction,
+    preconditioner: Preconditioner | None = None,
+    noise_key: NoiseKey | None = None,
+    loss_scale: float = 1.0,
+    keep_norms: bool = False,
+) -> PrivateTraining:
+    """Make ``loss.backward()`` and ``optimizer.step()`` compute private gradients.
+
+    model: any ``nn.Module`` whose inputs and layers have samples as their first axis.
+    optimizer: any ``torch.optim`` optimizer over its trained parameters.
+    noise_multiplier: sigma >= 0; 0 gives no privacy, and says so.
+    max_grad_norm: C, the norm that every sample's gradient is clipped to; or one of
+        ``dpkernels.clipping``: ``Flat``, ``PerLayer``, ``Automatic``, ``Adaptive``.
+    expected_batch_size: samples of a logical step, as expected (q times the number of records under
+        Poisson sampling): a public number that the noisy sum is divided by.
+    loss_reduction: ``mean`` if the loss is an average over the samples of its backward pass,
+        ``sum`` if it is a sum (or ``backward`` gets a vector of losses and ones). An average over
+        something that differs between samples (``ignore_index``, class weights) is not a mean over
+        samples: it makes gradients depend on each other, and must be summed instead.
+    preconditioner: factors for each layer's gradient, applied before it is clipped.
+    noise_key: from the operating system's entropy if None.
+    loss_scale: what the loss is multiplied by before ``backward()``.
+    keep_norms: make ``sample_norms()`` available; not private.
+
+    Any number of backward passes (microbatches) make up one logical step; none at all makes a step
+    of noise. Raises Unsupported or ValueError before anything is changed.
+    """
+    op = "make_private"
+    check_finite(op, "noise_multiplier", noise_multiplier, at_least=0.0)
+    check_finite(op, "expected_batch_size", expected_batch_size, above=0.0)
+    check_finite(op, "loss_scale", loss_scale, above=0.0)
+    if loss_reduction not in ("mean", "sum"):
+        raise ValueError(f"{op}: loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
+    _check_plain(model)
+    modules = layers_of(model)
+    layers = flattened(modules)
+    groups = tie(layers)
+    parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters.values()))
+    check_optimizer(layers, (p for group in optimizer.param_groups for p in group["params"]))
+    clipping = (
+        Flat(float(max_grad_norm)) if isinstance(max_grad_norm, int | float) else max_grad_norm
+    )
+    if noise_multiplier == 0:
+        warnings.warn(f"{op}: noise_multiplier=0 adds no noise: not private", stacklevel=2)
+    step = Step(
+        layers,
+        groups,
+        parameters,
+        Mechanism(noise_multiplier, expected_batch_size, loss_reduction, loss_scale),
+        clipping,
+        preconditioner or FixedSides({}),
+        noise_key or NoiseKey(),
+    )
+    step.keep_norms = keep_norms
+    clipping.sensitivity(step.names)
+    step.check_preconditioner()
+    capture = Capture(step.layer_complete, step.pass_complete)
+    undo = [capture.attach(model, modules), _hook(optimizer, step)]
+
+    def detach() -> None:
+        for one in undo:
+            one()
+
+    return PrivateTraining(model, optimizer, step, detach)
+
+
+def _hook(optimizer: Optimizer, step: Step) -> Callable[[], None]:
+    """Put the noisy gradient before every step of the optimizer; return what undoes it."""
+
+    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(callable(x) for x in (*args, *kwargs.values())):
+            raise RuntimeError(
+                "optimizer.step(closure): a closure asks for several gradients in one step, each "
+                "of which would need noise of its own; call backward(), then step()"
+            )
+        step.noisy_gradient()
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        plain(set_to_none)
+        step.discard()
+
+    plain = optimizer.zero_grad
+    hook = optimizer.register_step_pre_hook(before)
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+    def undo() -> None:
+        hook.remove()
+        del optimizer.zero_grad
+
+    return undo
+
+
+def _check_plain(model: nn.Module) -> None:
+    for module in model.modules():
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+            raise Unsupported(
+                "the model went through torch.compile, whose graphs keep activations and errors "
+                "to themselves; pass the plain model (model._orig_mod)"
+            )
+    if any("forward" in vars(module) for module in model.modules()):
+        raise Unsupported(
+            "a module of the model has its forward() replaced already, perhaps by an earlier "
+            "make_private; call detach() on that first"
+        )

@@ -1,0 +1,127 @@
+"""Which rule serves which module, and what is refused, before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils import parametrize
+
+from dpkernels.engine.layers.conv import ConvLayer, TransposedConvLayer
+from dpkernels.engine.layers.embedding import EmbeddingBagLayer, EmbeddingLayer
+from dpkernels.engine.layers.layer import Layer, Unsupported
+from dpkernels.engine.layers.linear import LinearLayer
+from dpkernels.engine.layers.scale_shift import ScaleShiftLayer
+
+_RULES: dict[type[nn.Module], type[Layer]] = {
+    nn.Linear: LinearLayer,
+    nn.Conv1d: ConvLayer,
+    nn.Conv2d: ConvLayer,
+    nn.Conv3d: ConvLayer,
+    nn.ConvTranspose1d: TransposedConvLayer,
+    nn.ConvTranspose2d: TransposedConvLayer,
+    nn.ConvTranspose3d: TransposedConvLayer,
+    nn.Embedding: EmbeddingLayer,
+    nn.EmbeddingBag: EmbeddingBagLayer,
+    nn.LayerNorm: ScaleShiftLayer,
+    nn.RMSNorm: ScaleShiftLayer,
+    nn.GroupNorm: ScaleShiftLayer,
+    nn.InstanceNorm1d: ScaleShiftLayer,
+    nn.InstanceNorm2d: ScaleShiftLayer,
+    nn.InstanceNorm3d: ScaleShiftLayer,
+}
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    """Return the trained layers of ``model``, each with its rule.
+
+    Raises Unsupported, naming the module and the way out, for what mixes samples, what leaves
+    traces of them outside the gradient, and parameters that no rule reaches.
+    """
+    layers = []
+    for name, module in model.named_modules():
+        _check_module(name, module)
+        trained = {
+            attribute: parameter
+            for attribute, parameter in module.named_parameters(recurse=False)
+            if parameter.requires_grad
+        }
+        if trained:
+            layers.append(_layer_of(name, module, trained))
+    if not layers:
+        raise Unsupported(
+            f"{type(model).__name__} has no parameter that requires grad: there is nothing to train"
+        )
+    return layers
+
+
+def _layer_of(name: str, module: nn.Module, trained: dict[str, nn.Parameter]) -> Layer:
+    for kind, rule in _RULES.items():
+        # A subclass with a forward pass of its own is another layer.
+        if isinstance(module, kind) and type(module).forward is kind.forward:
+            return rule(name, module, trained)
+    raise Unsupported(
+        f"{_described(name, module)}: no rule computes per-sample gradients of its parameters "
+        f"{', '.join(trained)}; build it from layers of torch.nn, or freeze them with "
+        "requires_grad_(False)"
+    )
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    described = _described(name, module)
+    if isinstance(module, _BatchNorm):
+        raise Unsupported(
+            f"{described} normalises over the batch, so that one sample's gradient depends on the "
+            "others; dpkernels.batch_norm_to_group_norm(model) replaces all of them by GroupNorm"
+        )
+    if isinstance(module, _InstanceNorm) and module.track_running_stats:
+        raise Unsupported(
+            f"{described} keeps running averages of the data, which would leave with the model "
+            "without noise; build it with track_running_stats=False"
+        )
+    if parametrize.is_parametrized(module):
+        raise Unsupported(
+            f"{described} computes its weight from other parameters (torch.nn.utils.parametrize), "
+            "which no rule covers; remove_parametrizations(module, name) makes it a plain one"
+        )
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.requires_grad:
+        _check_embedding(described, module)
+
+
+def _check_embedding(described: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    reasons = {
+        "max_norm": "rescales rows that a batch touches, outside of the gradient",
+        "scale_grad_by_freq": "divides by counts over the whole batch",
+        "sparse": "shows which tokens a batch held; noise makes every row change",
+    }
+    for option, reason in reasons.items():
+        if getattr(module, option):
+            raise Unsupported(f"{described}: {option} {reason}; build the layer without it")
+    if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
+        raise Unsupported(f"{described}: mode 'max' has no rule; use 'sum' or 'mean'")
+
+
+def check_optimizer(layers: Iterable[Layer], parameters: Iterable[nn.Parameter]) -> None:
+    """Raise ValueError unless the optimizer updates just the parameters that are trained."""
+    owners = {p: (layer, name) for layer in layers for name, p in layer.parameters.items()}
+    updated = list(parameters)
+    strangers = [p for p in updated if p.requires_grad and p not in owners]
+    if strangers:
+        raise ValueError(
+            f"make_private: the optimizer updates {len(strangers)} parameters that are not the "
+            f"model's, the first of shape {list(strangers[0].shape)}; they would be trained "
+            "without noise"
+        )
+    for parameter, (layer, name) in owners.items():
+        if not any(parameter is other for other in updated):
+            raise ValueError(
+                f"make_private: {name} of {layer.describe()} requires grad, but the optimizer does "
+                "not update it; pass it to the optimizer, or requires_grad_(False) it, so that it "
+                "costs neither time nor a part of the norm"
+            )
+
+
+def _described(name: str, module: nn.Module) -> str:
+    return f"{name or 'the model itself'} ({type(module).__name__})"

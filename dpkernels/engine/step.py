@@ -1,0 +1,200 @@
+"""One logical step of private training, in the order in which it happens.
+
+    capture -> norms -> factors -> sum      for each microbatch, in its backward pass
+    noise -> optimizer                      once, in ``optimizer.step()``
+
+DP-SGD is this flow with the identity as preconditioner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from dpkernels.engine.capture import Captured, Pass
+from dpkernels.engine.clipping import Clipping
+from dpkernels.engine.layers.layer import Layer
+from dpkernels.engine.layers.tied import TiedGroup
+from dpkernels.engine.sums import Sums
+from dpkernels.ops.ghost.plan import Plan
+from dpkernels.ops.noise import NoiseKey, add_gaussian_noise_
+from dpkernels.precondition import Preconditioner, Sides
+
+Reduction = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """What a step releases: a sum of clipped gradients with noise, divided by a public number.
+
+    noise_multiplier: sigma: the noise is N(0, (sigma * sensitivity)^2) on every element of the sum.
+    expected_batch_size: what the sum is divided by; never the realised number of samples.
+    loss_reduction: how the loss adds up over the samples of one backward pass.
+    loss_scale: what the loss is multiplied by before backward(), against underflow in float16.
+    """
+
+    noise_multiplier: float
+    expected_batch_size: float
+    loss_reduction: Reduction
+    loss_scale: float = 1.0
+
+
+@dataclass
+class Seen:
+    """What the engine counts. Private: it depends on the samples.
+
+    microbatches, samples: of the logical step that is being collected, or was taken last.
+    nonfinite: samples dropped because their gradient was not finite, since the beginning.
+    sq_norms: ``[L, B]`` of the last microbatch, if they are kept.
+    """
+
+    microbatches: int = 0
+    samples: int = 0
+    nonfinite: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    sq_norms: Tensor | None = field(default=None, repr=False)
+
+
+class Step:
+    """Collects microbatches into clipped sums, and makes one noisy gradient of them."""
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        tied: Sequence[TiedGroup],
+        parameters: Sequence[nn.Parameter],
+        mechanism: Mechanism,
+        clipping: Clipping,
+        preconditioner: Preconditioner,
+        key: NoiseKey,
+    ) -> None:
+        self.layers: tuple[Layer, ...] = (*(x for x in layers if not x.shared), *tied)
+        self.names = tuple(layer.name for layer in self.layers)
+        self.mechanism, self.clipping, self.key = mechanism, clipping, key
+        self.preconditioner = preconditioner
+        self.seen = Seen()
+        self.keep_norms = False
+        self.taken = 0
+        self._tied = tied
+        self._parameters = list(parameters)
+        self._sums = Sums(parameters)
+        self._sides: dict[Layer, Sides] = {}
+        self.shapes: dict[Layer, Captured] = {}
+
+    def check_preconditioner(self) -> None:
+        """Raise ValueError for factors that do not fit, or are for layers that do not exist."""
+        for layer in self.layers:
+            layer.check_sides(self.preconditioner.sides(layer.name))
+        known: frozenset[str] = getattr(self.preconditioner, "layers", frozenset())
+        if strangers := known - set(self.names):
+            raise ValueError(
+                f"preconditioner: it has factors for {sorted(strangers)}, but the trained layers "
+                f"are {list(self.names)}"
+            )
+
+    def layer_complete(self, current: Pass, layer: Layer, captured: Captured) -> None:
+        """Norms of one layer: as soon as its errors are there, while they are in the cache."""
+        sides = self._sides_of(layer)
+        current.norms[layer] = layer.norms(captured, sides)
+        if layer not in self.shapes:
+            self.shapes[layer] = tuple(x.to("meta") for x in captured)
+
+    def pass_complete(self, current: Pass) -> None:
+        """Factors from the norms of all layers, and the clipped sum of one microbatch."""
+        for group in self._tied:
+            members = {layer: current.uses.pop(layer, []) for layer in group.members}
+            if any(members.values()):
+                current.norms[group] = group.norms_of(members)
+        for layer, uses in current.uses.items():
+            self.layer_complete(current, layer, layer.merged(uses))
+        current.uses = {}
+        try:
+            self._add(current)
+        except BaseException:
+            self.discard()
+            raise
+        current.norms = {}
+
+    def _add(self, current: Pass) -> None:
+        assert current.batch is not None
+        for parameter in self._parameters:
+            parameter.grad = None
+        absent = torch.zeros(current.batch, dtype=torch.float64)
+        device = next(iter(current.norms.values())).sq_norms.device
+        rows = [current.norms[x].sq_norms if x in current.norms else absent for x in self.layers]
+        unit = current.batch if self.mechanism.loss_reduction == "mean" else 1
+        unit_scale = unit / self.mechanism.loss_scale
+        sq_norms = torch.stack([row.to(device) for row in rows]) * unit_scale**2
+        self._look_at(sq_norms)
+        factors = self.clipping.factors(sq_norms, self.names, self._sums.widest)
+        factors = _scaled_down(factors, unit_scale)
+        for index, layer in enumerate(self.layers):
+            if layer in current.norms:
+                sums, accumulate = self._sums.of(layer)
+                own = factors if factors.dim() == 1 else factors[index]
+                current.norms[layer].add_to(sums, _rounded_down(own, sums[0]), accumulate)
+
+    def noisy_gradient(self) -> None:
+        """Noise, once for the logical step, and the result as ``grad`` of every parameter."""
+        try:
+            flat, views = self._sums.release()
+            std = self.mechanism.noise_multiplier * self.clipping.sensitivity(self.names)
+            scale = 1.0 / self.mechanism.expected_batch_size
+            for buffer in flat:
+                add_gaussian_noise_(buffer, std, self.key, scale=scale)
+            self.clipping.end_step(self.key, self.mechanism.expected_batch_size)
+        except BaseException:
+            self.discard()
+            raise
+        for parameter, view in views.items():
+            parameter.grad = view.to(parameter.dtype)
+        self._sides = {}
+        self.taken += 1
+
+    def discard(self) -> None:
+        """Forget the microbatches that have not been released."""
+        self._sums.discard()
+        self.clipping.discard_step()
+        self._sides = {}
+        self.seen.microbatches = self.seen.samples = 0
+
+    def plan_of(self, layer: Layer) -> Plan | None:
+        """Return what ``layer`` costs at the shapes seen first; None before that, or if tied."""
+        if layer not in self.shapes:
+            return None
+        return layer.plan(self.shapes[layer], self.preconditioner.sides(layer.name))
+
+    def _sides_of(self, layer: Layer) -> Sides:
+        """Return the layer's factors, the same in all microbatches of a step."""
+        if layer not in self._sides:
+            sides = self.preconditioner.sides(layer.name)
+            layer.check_sides(sides)
+            self._sides[layer] = sides
+        return self._sides[layer]
+
+    def _look_at(self, sq_norms: Tensor) -> None:
+        total = sq_norms.sum(0)
+        self.seen.microbatches += 1
+        self.seen.samples += total.shape[0]
+        # Not asked for its value here: a GPU would have to be waited for.
+        self.seen.nonfinite = self.seen.nonfinite + (~(total.isfinite() & (total >= 0))).sum()
+        if self.keep_norms:
+            self.seen.sq_norms = sq_norms
+
+
+def _scaled_down(factors: Tensor, scale: float) -> Tensor:
+    """Return ``scale * factors``, rounded towards zero: a norm must not grow by a rounding."""
+    if scale == 1.0:
+        return factors
+    return torch.nextafter(factors * scale, torch.zeros_like(factors))
+
+
+def _rounded_down(factors: Tensor, like: Tensor) -> Tensor:
+    """Return factors in the dtype of ``like`` and beside it, rounded towards zero."""
+    rounded = factors.to(like.device, like.dtype)
+    if rounded.dtype == factors.dtype:
+        return rounded
+    return torch.nextafter(rounded, torch.zeros_like(rounded))

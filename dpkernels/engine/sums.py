@@ -1,0 +1,75 @@
+"""The buffers that clipped gradients are added up in, one piece of memory for all parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dpkernels.engine.layers.layer import Layer
+from dpkernels.ops.ghost.layer import sum_dtype
+
+
+class Sums:
+    """Sums of one logical step: float32 (float64 for float64 parameters) beside the parameters.
+
+    Memory is taken when the first layer is added and given away with the step, so that nobody who
+    holds a gradient of an earlier step sees it change.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._groups: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
+        for parameter in self._parameters:
+            key = parameter.device, sum_dtype(parameter.dtype)
+            self._groups.setdefault(key, []).append(parameter)
+        self._flat: list[Tensor] = []
+        self._views: dict[nn.Parameter, Tensor] = {}
+        self._written: set[nn.Parameter] = set()
+
+    @property
+    def widest(self) -> torch.dtype:
+        """The widest dtype of any sum."""
+        wide = any(dtype == torch.float64 for _, dtype in self._groups)
+        return torch.float64 if wide else torch.float32
+
+    def of(self, layer: Layer) -> tuple[list[Tensor], bool]:
+        """Return the layer's buffers, and whether they hold something to add to."""
+        if not self._flat:
+            self._allocate()
+        parameters = list(layer.parameters.values())
+        written = [parameter in self._written for parameter in parameters]
+        self._written.update(parameters)
+        views = [self._views[parameter] for parameter in parameters]
+        if any(written) and not all(written):
+            for view, there in zip(views, written, strict=True):
+                if not there:
+                    view.zero_()
+        return views, any(written)
+
+    def release(self) -> tuple[list[Tensor], dict[nn.Parameter, Tensor]]:
+        """Give the buffers away: one flat tensor a device and dtype, and each parameter's view.
+
+        Parameters that nothing was added to, in a step without samples all of them, are zero.
+        """
+        if not self._flat:
+            self._allocate()
+        for parameter in self._parameters:
+            if parameter not in self._written:
+                self._views[parameter].zero_()
+        flat, views = self._flat, self._views
+        self.discard()
+        return flat, views
+
+    def discard(self) -> None:
+        """Forget everything that was added."""
+        self._flat, self._views, self._written = [], {}, set()
+
+    def _allocate(self) -> None:
+        for (device, dtype), parameters in self._groups.items():
+            sizes = [parameter.numel() for parameter in parameters]
+            flat = torch.empty(sum(sizes), device=device, dtype=dtype)
+            self._flat.append(flat)
+            for parameter, part in zip(parameters, flat.split(sizes), strict=True):
+                self._views[parameter] = part.view(parameter.shape)

@@ -1,0 +1,69 @@
+"""What the engine asks of a preconditioner: two factors for each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from dpkernels.ops.factor import Diagonal, Factor, Full
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The gradient G ``[O, I]`` of a layer becomes ``left G right``; None is the identity.
+
+    left: of size O, on the outputs' side (U_G).
+    right: of size I, on the inputs' side (U_A); or of size I + 1 for a layer with a bias, which is
+        then the last column of the gradient.
+    """
+
+    left: Factor | None = None
+    right: Factor | None = None
+
+    def describe(self) -> str:
+        """Return what each side is, for a report."""
+        if self.left is None and self.right is None:
+            return "none"
+        return f"G {_describe(self.left)}, A {_describe(self.right)}"
+
+
+def _describe(factor: Factor | None) -> str:
+    if factor is None:
+        return "identity"
+    if isinstance(factor, Full):
+        return f"full {factor.size}"
+    if isinstance(factor, Diagonal):
+        return f"diagonal {factor.size}"
+    return f"rank {factor.values.shape[0]} of {factor.size}"
+
+
+IDENTITY = Sides()
+
+
+class Preconditioner(Protocol):
+    """Says what goes onto the gradient of each layer.
+
+    The engine asks when the first microbatch of a logical step arrives and keeps the answers until
+    the step is over: nothing that the step's own samples do can change them.
+    """
+
+    def sides(self, layer: str) -> Sides:
+        """Return the factors of the layer of that name, as ``model.named_modules()`` has it."""
+        ...
+
+
+class FixedSides:
+    """The same factors in every step, by the name of the layer; identity for the others."""
+
+    def __init__(self, sides: Mapping[str, Sides]) -> None:
+        self._sides = dict(sides)
+
+    @property
+    def layers(self) -> frozenset[str]:
+        """The names that have factors."""
+        return frozenset(self._sides)
+
+    def sides(self, layer: str) -> Sides:
+        """Return the factors of ``layer``."""
+        return self._sides.get(layer, IDENTITY)
