@@ -129,15 +129,17 @@ class Capture:
     def _guard(layer: Layer, parameter: nn.Parameter) -> Callable[[], None]:
         """Raise as soon as autograd itself computes a gradient of a parameter."""
 
-        def refuse(parameter: Tensor) -> None:
-            parameter.grad = None
-            raise RuntimeError(
-                f"a parameter of {layer.describe()} is used outside of its layer's forward pass, "
-                "so that a part of its gradient would not be clipped; use the layer only by "
-                "calling it, and decay weights in the optimizer instead of the loss"
-            )
+        def refuse(gradient: Tensor | None) -> None:
+            # The captured layers' own gradient is None.
+            if gradient is not None:
+                raise RuntimeError(
+                    f"a parameter of {layer.describe()} is used outside of its layer's forward "
+                    "pass, so that a part of its gradient would not be clipped; use the layer only "
+                    "by calling it, and decay weights in the optimizer instead of the loss"
+                )
 
-        return parameter.register_post_accumulate_grad_hook(refuse).remove
+        remove: Callable[[], None] = parameter.register_hook(refuse).remove
+        return remove
 
     @contextmanager
     def paused(self) -> Iterator[None]:
