@@ -128,7 +128,8 @@ class ScaleShiftLayer(Layer):
         """Return the uses' positions side by side."""
         if self.channel_axis == 1:
             xhat, errors = (
-                torch.cat([x.flatten(2) for x in tensors], 2) for tensors in zip(*uses, strict=True)
+                torch.cat([x.reshape(*x.shape[:2], -1) for x in tensors], 2)
+                for tensors in zip(*uses, strict=True)
             )
             return xhat, errors
         shape = self.module.weight.shape
