@@ -14,7 +14,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint gpu-check build clean
+.PHONY: help demo test bench bench-training lint gpu-check build clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -29,6 +29,9 @@ test: $(BUILT) ## run the tests
 
 bench: $(BUILT) ## measure the kernels against plain PyTorch and torch.compile
 	@$(BIN)/python -m benchmarks
+
+bench-training: $(BUILT) ## measure private training against plain SGD, Opacus and vmap
+	@$(BIN)/python -m benchmarks.training
 
 lint: $(ENVIRONMENT) ## check style and types
 	@$(BIN)/ruff check .

@@ -1,0 +1,1 @@
+"""Throughput and memory of private training: ``python -m benchmarks.training``."""

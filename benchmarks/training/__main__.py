@@ -1,0 +1,84 @@
+"""Measure private training: ``python -m benchmarks.training``.
+
+Writes ``training.json``, ``training.md``, ``training.png`` and ``training_growth.png`` to
+``benchmarks/results``; a partial run (``--only``, ``--no-growth``) only where ``--output`` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks import provenance
+from benchmarks.training import report, scaling
+from benchmarks.training.forms import FORMS
+from benchmarks.training.measure import WorkloadResult, measure
+from benchmarks.training.models import WORKLOADS
+from dpkernels import backend
+
+_RESULTS = Path(__file__).resolve().parent.parent / "results"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    options = _parser().parse_args(arguments)
+    if backend.extension is None:
+        sys.exit("benchmarks.training: dpkernels._C is not built; run make build")
+    where = provenance.collect(torch.device("cpu"))
+    forms = [name for name in FORMS if name == "plain SGD" or fnmatch.fnmatch(name, options.forms)]
+    chosen = [w for w in WORKLOADS if fnmatch.fnmatch(w.name, options.only)]
+    found = []
+    for workload in chosen:
+        print(workload.name, file=sys.stderr, flush=True)
+        found.append(measure(workload, forms, options.seconds))
+        print(report.table(found[-1:]), file=sys.stderr, flush=True)
+    growth: dict[str, tuple[tuple[int, ...], list[WorkloadResult]]] = {}
+    for axis in scaling.AXES if options.growth else ():
+        print(axis.name, file=sys.stderr, flush=True)
+        results = [
+            measure(axis.workload(size), scaling.FORMS, options.seconds / 4) for size in axis.sizes
+        ]
+        growth[axis.name] = axis.sizes, results
+    if found:
+        print(report.table(found))
+    partial = options.only != "*" or options.forms != "*" or not options.growth
+    output = options.output or (None if partial else _RESULTS)
+    if output is not None:
+        _write(output, where, found, growth)
+    return 0
+
+
+def _write(
+    output: Path,
+    where: dict[str, object],
+    found: list[WorkloadResult],
+    growth: dict[str, tuple[tuple[int, ...], list[WorkloadResult]]],
+) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    title = f"{where['cpu']}, {where['threads']} threads, commit {str(where['commit'])[:7]}"
+    everything = {"models": found, **{name: results for name, (_, results) in growth.items()}}
+    report.write(output / "training.json", where, everything)
+    if found:
+        (output / "training.md").write_text(f"{title}\n\n{report.table(found)}\n")
+        report.bars(found, output / "training.png", title)
+    if growth:
+        report.curves(growth, output / "training_growth.png", title)
+    print(f"written: {output}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="models, as in 'MLP*'")
+    parser.add_argument("--forms", default="*", metavar="PATTERN", help="forms, as in 'DP*'")
+    parser.add_argument("--seconds", type=float, default=30.0, help="how long for each model")
+    parser.add_argument("--no-growth", dest="growth", action="store_false")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

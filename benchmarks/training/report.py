@@ -1,0 +1,134 @@
+"""Show what training costs: tables, JSON, pictures."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.training.measure import WorkloadResult
+
+_COLOURS = {
+    "plain SGD": "#888888",
+    "DP-SGD": "#2a6f97",
+    "full rank": "#014f86",
+    "rank 64": "#61a5c2",
+    "Opacus hooks": "#e09f3e",
+    "Opacus ghost": "#9e2a2b",
+    "vmap": "#bc8f5a",
+}
+
+
+def table(results: list[WorkloadResult]) -> str:
+    """Return Markdown: times as multiples of plain SGD, with memory in brackets, targets marked."""
+    names = [form.name for form in results[0].forms]
+    lines = [_cells(["model", "plain SGD", *names[1:]]), _cells(["---"] * (len(names) + 1))]
+    for result in results:
+        cells = [result.name]
+        for name in names:
+            cells.append(_cell(result, name))
+        lines.append(_cells(cells))
+    return "\n".join(lines)
+
+
+def _cell(result: WorkloadResult, name: str) -> str:
+    form = result.of(name)
+    if form is None or form.milliseconds is None or form.ratio is None:
+        return "failed" if form is not None and form.failed else "n/a"
+    if name == "plain SGD":
+        return f"{form.milliseconds.median:.1f} ms"
+    text = f"{form.ratio:.2f}x"
+    if form.memory_ratio is not None:
+        text += f" ({form.memory_ratio:.1f}x memory)"
+    bound = result.bounds.get(name)
+    if bound is not None:
+        text += f", target {bound:g}x {'met' if form.ratio <= bound else 'missed'}"
+    return text
+
+
+def _cells(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def write(path: Path, where: dict[str, Any], results: dict[str, list[WorkloadResult]]) -> None:
+    """Write everything as JSON, with where it was measured."""
+    content = {
+        "provenance": where,
+        "results": {name: [asdict(one) for one in found] for name, found in results.items()},
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def bars(results: list[WorkloadResult], path: Path, title: str) -> None:
+    """Draw the cost of every form as a multiple of plain SGD, a panel for each model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    columns = 3
+    rows = -(-len(results) // columns)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(12, 2.9 * rows), layout="constrained", squeeze=False
+    )
+    for axis in axes.flat[len(results) :]:
+        axis.axis("off")
+    for axis, result in zip(axes.flat, results, strict=False):
+        forms = [form for form in result.forms if form.ratio is not None]
+        ratios = [form.ratio or 0.0 for form in forms]
+        places = range(len(forms))
+        axis.barh(places, ratios, color=[_COLOURS[form.name] for form in forms])
+        for place, ratio in zip(places, ratios, strict=True):
+            axis.annotate(
+                f"{ratio:.2f}x",
+                (ratio, place),
+                xytext=(3, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+            )
+        axis.set_yticks(places, [form.name for form in forms], fontsize=8)
+        axis.invert_yaxis()
+        axis.set_xscale("log")
+        axis.set_xlim(0.8, 2.2 * max(ratios))
+        axis.axvline(1.0, color="black", linewidth=1)
+        axis.set_title(result.name, fontsize=9)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel("time of a step, as a multiple of plain SGD", fontsize=9)
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def curves(
+    axes_results: dict[str, tuple[tuple[int, ...], list[WorkloadResult]]], path: Path, title: str
+) -> None:
+    """Draw milliseconds of a step over the size of each axis."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    count = len(axes_results)
+    figure, axes = pyplot.subplots(1, count, figsize=(4.6 * count, 3.8), layout="constrained")
+    for axis, (name, (sizes, results)) in zip(axes.flat, axes_results.items(), strict=True):
+        for form in (form.name for form in results[0].forms):
+            points = []
+            for size, result in zip(sizes, results, strict=True):
+                found = result.of(form)
+                if found is not None and found.milliseconds is not None:
+                    points.append((size, found.milliseconds.median))
+            if points:
+                axis.plot(*zip(*points, strict=True), "o-", color=_COLOURS[form], label=form)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(sizes, [str(size) for size in sizes])
+        axis.set_title(name, fontsize=9)
+        axis.set_ylabel("ms a step")
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes.flat[0].legend(fontsize=8, frameon=False)
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
