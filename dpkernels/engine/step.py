@@ -119,23 +119,33 @@ class Step:
         current.norms = {}
 
     def _add(self, current: Pass) -> None:
-        assert current.batch is not None
         for parameter in self._parameters:
             parameter.grad = None
-        absent = torch.zeros(current.batch, dtype=torch.float64)
-        device = next(iter(current.norms.values())).sq_norms.device
-        rows = [current.norms[x].sq_norms if x in current.norms else absent for x in self.layers]
-        unit = current.batch if self.mechanism.loss_reduction == "mean" else 1
-        unit_scale = unit / self.mechanism.loss_scale
-        sq_norms = torch.stack([row.to(device) for row in rows]) * unit_scale**2
-        self._look_at(sq_norms)
+        sq_norms, unit = self._sample_sq_norms(current)
         factors = self.clipping.factors(sq_norms, self.names, self._sums.widest)
-        factors = _scaled_down(factors, unit_scale)
+        self._look_at(sq_norms, factors)
+        factors = _scaled_down(factors, unit)
         for index, layer in enumerate(self.layers):
             if layer in current.norms:
                 sums, accumulate = self._sums.of(layer)
                 own = factors if factors.dim() == 1 else factors[index]
                 current.norms[layer].add_to(sums, _rounded_down(own, sums[0]), accumulate)
+
+    def _sample_sq_norms(self, current: Pass) -> tuple[Tensor, float]:
+        """Return ``[L, B]`` of gradients of each sample's own loss, and how far that is scaled."""
+        assert current.batch is not None
+        unit = current.batch if self.mechanism.loss_reduction == "mean" else 1
+        scale = unit / self.mechanism.loss_scale
+        found = [current.norms.get(layer) for layer in self.layers]
+        device = next(norms.sq_norms.device for norms in found if norms is not None)
+        rows = [
+            torch.zeros(current.batch, dtype=torch.float64, device=device)
+            if norms is None
+            else norms.sq_norms.to(device)
+            for norms in found
+        ]
+        sq_norms = torch.stack(rows)
+        return sq_norms if scale == 1 else sq_norms.mul_(scale**2), scale
 
     def noisy_gradient(self) -> None:
         """Noise, once for the logical step, and the result as ``grad`` of every parameter."""
@@ -175,12 +185,14 @@ class Step:
             self._sides[layer] = sides
         return self._sides[layer]
 
-    def _look_at(self, sq_norms: Tensor) -> None:
-        total = sq_norms.sum(0)
+    def _look_at(self, sq_norms: Tensor, factors: Tensor) -> None:
+        samples = sq_norms.shape[1]
         self.seen.microbatches += 1
-        self.seen.samples += total.shape[0]
-        # Not asked for its value here: a GPU would have to be waited for.
-        self.seen.nonfinite = self.seen.nonfinite + (~(total.isfinite() & (total >= 0))).sum()
+        self.seen.samples += samples
+        # A sample that is not finite has the factor 0 in every layer. Its number is not asked for
+        # here: a GPU would have to be waited for.
+        dropped = samples - torch.count_nonzero(factors if factors.dim() == 1 else factors[0])
+        self.seen.nonfinite = self.seen.nonfinite + dropped
         if self.keep_norms:
             self.seen.sq_norms = sq_norms
 
