@@ -223,7 +223,8 @@ class Capture:
 
 def flattened(layers: Sequence[Layer]) -> list[Layer]:
     """Return the layers that have parameters: sublayers in place of what they make up."""
-    return [part for layer in layers for part in layer.sublayers or (layer,)]
+    parts = (part for layer in layers for part in layer.sublayers or (layer,))
+    return [part for part in parts if part.parameters]
 
 
 def _backward_task() -> int:

@@ -9,10 +9,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
 
+from dpkernels.engine.layers.attention import AttentionLayer
 from dpkernels.engine.layers.conv import ConvLayer, TransposedConvLayer
 from dpkernels.engine.layers.embedding import EmbeddingBagLayer, EmbeddingLayer
 from dpkernels.engine.layers.layer import Layer, Unsupported
 from dpkernels.engine.layers.linear import LinearLayer
+from dpkernels.engine.layers.recurrent import RecurrentLayer
 from dpkernels.engine.layers.scale_shift import ScaleShiftLayer
 
 _RULES: dict[type[nn.Module], type[Layer]] = {
@@ -31,6 +33,10 @@ _RULES: dict[type[nn.Module], type[Layer]] = {
     nn.InstanceNorm1d: ScaleShiftLayer,
     nn.InstanceNorm2d: ScaleShiftLayer,
     nn.InstanceNorm3d: ScaleShiftLayer,
+    nn.MultiheadAttention: AttentionLayer,
+    nn.RNN: RecurrentLayer,
+    nn.GRU: RecurrentLayer,
+    nn.LSTM: RecurrentLayer,
 }
 
 
@@ -48,7 +54,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
             for attribute, parameter in module.named_parameters(recurse=False)
             if parameter.requires_grad
         }
-        if trained:
+        if trained or _reads_trained_child(module):
             layers.append(_layer_of(name, module, trained))
     if not layers:
         raise Unsupported(
@@ -69,6 +75,15 @@ def _layer_of(name: str, module: nn.Module, trained: dict[str, nn.Parameter]) ->
     )
 
 
+def _reads_trained_child(module: nn.Module) -> bool:
+    """Return whether the module takes a trained weight of a child without calling the child."""
+    return (
+        isinstance(module, nn.MultiheadAttention)
+        and type(module).forward is nn.MultiheadAttention.forward
+        and any(parameter.requires_grad for parameter in module.out_proj.parameters())
+    )
+
+
 def _check_module(name: str, module: nn.Module) -> None:
     described = _described(name, module)
     if isinstance(module, _BatchNorm):
@@ -85,6 +100,15 @@ def _check_module(name: str, module: nn.Module) -> None:
         raise Unsupported(
             f"{described} computes its weight from other parameters (torch.nn.utils.parametrize), "
             "which no rule covers; remove_parametrizations(module, name) makes it a plain one"
+        )
+    if (
+        isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
+        and not module.self_attn.batch_first
+        and any(parameter.requires_grad for parameter in module.parameters())
+    ):
+        raise Unsupported(
+            f"{described} passes positions, not samples, as the first axis to its layers; build it "
+            "with batch_first=True"
         )
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.requires_grad:
         _check_embedding(described, module)

@@ -1,0 +1,194 @@
+"""``nn.RNN``, ``nn.GRU`` and ``nn.LSTM``: each layer and direction is two products, or three."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.nn.utils.rnn import PackedSequence
+
+from dpkernels.engine.capture import Captured, Site
+from dpkernels.engine.layers.layer import Layer, Norms
+from dpkernels.engine.layers.linear import computing_dtype
+from dpkernels.engine.layers.product import Product
+from dpkernels.engine.layers.recurrent_cells import Cell, Elman, Gru, Lstm, Weights, shifted
+from dpkernels.ops.ghost.plan import Plan
+from dpkernels.precondition import Sides
+
+_PARTS = ("ih", "hh", "hr")
+
+
+class CapturedRecurrence(torch.autograd.Function):
+    """One layer in one direction, whose backward pass delivers for each of its products."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        cell: Cell,
+        reverse: bool,
+        sites: Mapping[str, Site],
+        x: Tensor,
+        h: Tensor,
+        c: Tensor | None,
+        *parameters: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return outputs ``[B, T, P]`` and, of an LSTM, the last cell ``[B, H]``.
+
+        x: ``[B, T, I]``. h, c: initial states. parameters: weight_ih, weight_hh, weight_hr, bias_ih
+        and bias_hh, some of which may be None.
+        """
+        ctx.cell, ctx.sites = cell, sites
+        ctx.dtypes = [x.dtype, h.dtype, None if c is None else c.dtype]
+        steps = x.shape[1]
+        ctx.order = order = range(steps - 1, -1, -1) if reverse else range(steps)
+        dtype = computing_dtype(x)
+        tensors: list[Any] = [None if p is None else p.to(dtype) for p in (x, h, c, *parameters)]
+        x, h, c, w_ih, w_hh, w_hr, b_ih, b_hh = tensors
+        if cell.joint_bias and b_ih is not None:
+            b_ih, b_hh = b_ih + b_hh, None
+        gates = functional.linear(x, w_ih, b_ih)
+        outputs, saved = cell.forward(gates, h, c, Weights(w_hh, b_hh, w_hr), order)
+        ctx.save_for_backward(x, h, c, w_ih, w_hh, w_hr, outputs, *saved)
+        return outputs, saved[-1][:, order[-1]].clone() if cell.has_cell else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_outputs: Tensor, d_cell: Tensor | None) -> tuple[Any, ...]:
+        """Deliver, and return gradients of inputs and initial states only."""
+        x, h, c, w_ih, w_hh, w_hr, outputs, *saved = ctx.saved_tensors
+        weights = Weights(w_hh, hr=w_hr)
+        errors = ctx.cell.backward(d_outputs, d_cell, outputs, h, c, saved, weights, ctx.order)
+        if "ih" in ctx.sites:
+            ctx.sites["ih"].deliver(x, errors.inputs)
+        if "hh" in ctx.sites:
+            ctx.sites["hh"].deliver(shifted(outputs, h, ctx.order), errors.states)
+        if "hr" in ctx.sites:
+            ctx.sites["hr"].deliver(errors.hidden, errors.outputs)
+        d_x = errors.inputs @ w_ih if ctx.needs_input_grad[3] else None
+        gradients = [
+            None if d is None else d.to(dtype)
+            for d, dtype in zip((d_x, errors.h, errors.c), ctx.dtypes, strict=True)
+        ]
+        return None, None, None, *gradients, *[None] * 5
+
+
+captured_recurrence: Callable[..., tuple[Tensor, Tensor | None]] = CapturedRecurrence.apply
+
+
+class RecurrentLayer(Layer):
+    """All layers and directions of a recurrent network; their products are the sublayers.
+
+    The product of the inputs (``ih_l0``) has weight_ih and bias_ih, that of the states (``hh_l0``)
+    weight_hh and bias_hh, that of a projected output (``hr_l0``) weight_hr; ``_reverse`` is
+    appended for the second direction.
+    """
+
+    rule = "recurrent"
+
+    def __init__(
+        self, name: str, module: nn.Module, parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        super().__init__(name, module, parameters)
+        self._cell: Cell
+        if isinstance(module, nn.LSTM):
+            self._cell = Lstm()
+        elif isinstance(module, nn.GRU):
+            self._cell = Gru()
+        else:
+            self._cell = Elman(relu=self.module.nonlinearity == "relu")
+        directions = ("", "_reverse") if self.module.bidirectional else ("",)
+        self._suffixes = [
+            f"l{layer}{direction}"
+            for layer in range(self.module.num_layers)
+            for direction in directions
+        ]
+        prefix = f"{name}." if name else ""
+        products = {
+            (part, suffix): Product(
+                f"{prefix}{part}_{suffix}",
+                module,
+                getattr(module, f"weight_{part}_{suffix}", None),
+                getattr(module, f"bias_{part}_{suffix}", None),
+            )
+            for suffix in self._suffixes
+            for part in _PARTS
+        }
+        self._products = {key: product for key, product in products.items() if product.parameters}
+        self.sublayers = tuple(self._products.values())
+
+    def forward(
+        self, site: Site, plain: Callable[..., Any], input: Tensor, hx: Any = None
+    ) -> tuple[Tensor, Any]:
+        """Compute outputs of all steps, and the last states."""
+        module = self.module
+        self._check_input(input)
+        x = input if module.batch_first else input.transpose(0, 1)
+        states = self._initial_states(input, hx)
+        directions = 2 if module.bidirectional else 1
+        last: list[tuple[Tensor, ...]] = []
+        for first in range(0, len(self._suffixes), directions):
+            outputs = []
+            for index in range(first, first + directions):
+                each = [state[index] for state in states]
+                y, cell = self._run(site, index, x, each)
+                outputs.append(y)
+                end = y[:, 0 if index > first else -1]
+                last.append((end,) if cell is None else (end, cell))
+            x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+            if module.dropout and module.training and first + directions < len(self._suffixes):
+                x = functional.dropout(x, module.dropout)
+        finals = tuple(torch.stack(state) for state in zip(*last, strict=True))
+        output = x if module.batch_first else x.transpose(0, 1)
+        return output, finals if self._cell.has_cell else finals[0]
+
+    def _run(
+        self, site: Site, index: int, x: Tensor, states: list[Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run one layer in one direction."""
+        suffix = self._suffixes[index]
+        names = ("weight_ih", "weight_hh", "weight_hr", "bias_ih", "bias_hh")
+        parameters = [getattr(self.module, f"{name}_{suffix}", None) for name in names]
+        sites = {
+            part: site.of(self._products[part, suffix])
+            for part in _PARTS
+            if (part, suffix) in self._products
+        }
+        h, c = states if self._cell.has_cell else (states[0], None)
+        reverse = suffix.endswith("_reverse")
+        return captured_recurrence(self._cell, reverse, sites, x, h, c, *parameters)
+
+    def _check_input(self, x: Any) -> None:
+        if isinstance(x, PackedSequence):
+            raise RuntimeError(
+                f"{self.describe()}: a PackedSequence keeps samples in no axis of their own; pass "
+                "the padded tensor, and pick the steps that count from the output"
+            )
+        if x.is_nested or x.dim() != 3 or x.shape[1 if self.module.batch_first else 0] == 0:
+            raise RuntimeError(
+                f"{self.describe()}: its input must be a plain tensor of 3 axes, samples and at "
+                "least one step among them; pad sequences to one length"
+            )
+
+    def _initial_states(self, x: Tensor, hx: Any) -> tuple[Tensor, ...]:
+        """Return h, and c of an LSTM, each ``[layers * directions, B, *]``."""
+        module = self.module
+        if hx is None:
+            batch, widths = x.shape[0 if module.batch_first else 1], [module.hidden_size]
+            if self._cell.has_cell:
+                widths.insert(0, module.proj_size or module.hidden_size)
+            states = tuple(x.new_zeros(len(self._suffixes), batch, width) for width in widths)
+            hx = states if self._cell.has_cell else states[0]
+        module.check_forward_args(x, hx, None)
+        return tuple(hx) if self._cell.has_cell else (hx,)
+
+    def norms(self, captured: Captured, sides: Sides) -> Norms:
+        """Raise: the sublayers have norms."""
+        raise NotImplementedError
+
+    def plan(self, captured: Captured, sides: Sides) -> Plan:
+        """Raise: the sublayers have plans."""
+        raise NotImplementedError
