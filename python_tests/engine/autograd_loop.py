@@ -99,8 +99,11 @@ def assert_private_sum(
     reduction: str = "sum",
     sides: Mapping[str, Sides] | None = None,
     transform: Transform = lambda gradient: gradient,
+    poison: bool = False,
 ) -> None:
     """Assert that the engine's clipped sum is that of the loop, in float64, but for rounding.
+
+    poison: the engine gets one more sample, which is NaN throughout.
 
     How far rounding reaches is measured: the same loop in float32 is off by some multiple of its
     eps. Both float64 sums may be off by that multiple of theirs, and by twice as much where they
@@ -119,6 +122,8 @@ def assert_private_sum(
     ]
     reach = (clipped_sum(plain, bound) - exact).abs().max() / torch.finfo(torch.float32).eps
     assert exact.abs().max() > 0 and reach > 0
+    if poison:
+        wide = [torch.cat([x, torch.full_like(x[:1], torch.nan)]) for x in wide]
     actual = private_sum(model, wide, bound, reduction=reduction, sides=sides)
     error = (actual - exact).abs().max()
     allowed = 4 * torch.finfo(torch.float64).eps * (reach + exact.abs().max())

@@ -266,6 +266,13 @@ def test_factors_act_on_all_rows_of_the_packed_weight(wiring):
     assert_private_sum(model, inputs_for(model), sides=sides, transform=transform)
 
 
+@pytest.mark.parametrize("options", ["all extras", "kdim and vdim"])
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_sample_that_is_not_finite_adds_nothing(options, weights):
+    model = seeded(WIRINGS["apart"], {"need_weights": weights}, **OPTIONS[options])
+    assert_private_sum(model, inputs_for(model), poison=True)
+
+
 def test_checkpointed_attention_has_the_same_sum():
     model = seeded(checkpointed=True, call={"need_weights": False})
     assert_private_sum(model, inputs_for(model))

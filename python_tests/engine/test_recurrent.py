@@ -152,6 +152,11 @@ def test_sum_with_a_weight_shared_between_layers_has_the_terms_between_them(kind
     assert_private_sum(model, [sequences()])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sample_that_is_not_finite_adds_nothing(kind):
+    assert_private_sum(seeded(kind, bidirectional=True), [sequences()], poison=True)
+
+
 @pytest.mark.parametrize("kind", ["tanh", "gru", "lstm"])
 def test_checkpointed_layers_have_the_same_sum(kind):
     assert_private_sum(seeded(kind, checkpointed=True), [sequences()])
