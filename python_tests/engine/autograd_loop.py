@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dpkernels
+from dpkernels.engine import Clipping
 from dpkernels.precondition import FixedSides, Sides
 from python_tests.tolerance import assert_as_accurate
 
@@ -62,6 +63,28 @@ def clipped_sum(gradients: Sequence[Mapping[str, Tensor]], bound: float) -> Tens
     return total
 
 
+def make_private(
+    model: nn.Module,
+    bound: float | Clipping = 1.0,
+    *,
+    reduction: str = "sum",
+    sides: Mapping[str, Sides] | None = None,
+) -> dpkernels.PrivateTraining:
+    """Put the model into private training, without noise and with steps of no length."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that without noise it is not private
+        return dpkernels.make_private(
+            model,
+            torch.optim.SGD(parameters, lr=0.0),
+            noise_multiplier=0.0,
+            max_grad_norm=bound,
+            expected_batch_size=1.0,
+            loss_reduction=reduction,
+            preconditioner=FixedSides(sides or {}),
+        )
+
+
 def private_sum(
     model: nn.Module,
     inputs: Sequence[Tensor],
@@ -71,25 +94,13 @@ def private_sum(
     sides: Mapping[str, Sides] | None = None,
     autocast: bool = False,
 ) -> Tensor:
-    """Return the same from the engine, by a step of an optimizer without noise."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(parameters, lr=0.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        training = dpkernels.make_private(
-            model,
-            optimizer,
-            noise_multiplier=0.0,
-            max_grad_norm=bound,
-            expected_batch_size=1.0,
-            loss_reduction=reduction,
-            preconditioner=FixedSides(sides or {}),
-        )
+    """Return the clipped sum from the engine, all parameters in one vector."""
+    training = make_private(model, bound, reduction=reduction, sides=sides)
     losses = sample_losses(model, inputs, autocast)
     (losses.mean() if reduction == "mean" else losses.sum()).backward()
-    optimizer.step()
+    training.optimizer.step()
     training.detach()
-    return torch.cat([p.grad.flatten() for p in parameters])
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
 
 
 def assert_private_sum(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -14,7 +13,11 @@ import dpkernels
 from dpkernels.engine import PerLayer
 from dpkernels.ops.factor import Full
 from dpkernels.precondition import Sides
-from python_tests.engine.autograd_loop import assert_accurate_under_autocast, assert_private_sum
+from python_tests.engine.autograd_loop import (
+    assert_accurate_under_autocast,
+    assert_private_sum,
+    make_private,
+)
 from python_tests.tolerance import assert_as_accurate
 
 E, HEADS, STEPS, MEMORY, BATCH = 6, 2, 4, 3, 5
@@ -134,20 +137,9 @@ def seeded(*args, **kwargs) -> Attends:
     return model
 
 
-def private(model, *inputs):
-    """Return the output of the model's forward pass in private training."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dpkernels.make_private(
-            model,
-            optimizer,
-            noise_multiplier=0.0,
-            max_grad_norm=1.0,
-            expected_batch_size=1.0,
-            loss_reduction="sum",
-        )
-    return model(*inputs)
+def private(model: nn.Module) -> nn.Module:
+    make_private(model)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -208,15 +200,7 @@ def test_only_the_layer_that_is_trained_counts():
     model = seeded()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("out_proj" in name)
-    optimizer = torch.optim.SGD(model.attention.out_proj.parameters(), lr=0.0)
-    training = dpkernels.make_private(
-        model,
-        optimizer,
-        noise_multiplier=1.0,
-        max_grad_norm=PerLayer({"attention.out_proj": 1.0}),
-        expected_batch_size=1.0,
-        loss_reduction="sum",
-    )
+    training = make_private(model, PerLayer({"attention.out_proj": 1.0}))
     assert [layer.name for layer in training.report().layers] == ["attention.out_proj"]
 
 
@@ -228,7 +212,7 @@ def test_output_and_weights_are_as_accurate_as_the_modules_own(call, options):
     exact = model(*inputs).detach()
     narrow, less = copy.deepcopy(model).float(), [x.float() for x in inputs]
     plain = narrow(*less).detach()
-    assert_as_accurate(private(narrow, *less).detach(), plain, exact)
+    assert_as_accurate(private(narrow)(*less).detach(), plain, exact)
 
 
 @pytest.mark.parametrize("weights", [True, False])
@@ -241,7 +225,7 @@ def test_dropout_drops_what_the_module_itself_drops(weights):
         torch.manual_seed(1)
         results.append(one(*given).detach())
     torch.manual_seed(1)
-    actual = private(model, *inputs).detach()
+    actual = private(model)(*inputs).detach()
     assert_as_accurate(actual, results[1], results[0])
     assert not torch.equal(actual, model.eval()(*inputs))
 
@@ -340,7 +324,7 @@ def test_an_out_proj_that_is_never_called_is_refused():
 def test_inputs_without_samples_of_their_own_are_refused(shapes, message):
     model = nn.MultiheadAttention(E, HEADS, batch_first=True)
     with pytest.raises(RuntimeError, match=message):
-        private(model, *(torch.randn(shape) for shape in shapes))
+        private(model)(*(torch.randn(shape) for shape in shapes))
 
 
 class Nests(Attends):
@@ -354,7 +338,7 @@ class Nests(Attends):
 def test_nested_tensors_are_refused():
     model = Nests()
     with pytest.raises(RuntimeError, match=r"attention \(Multihead.*plain tensors.*pad"):
-        private(model, *inputs_for(model))
+        private(model)(*inputs_for(model))
 
 
 @pytest.mark.parametrize(
@@ -369,6 +353,6 @@ def test_nested_tensors_are_refused():
 def test_masks_that_would_broadcast_are_refused(masks):
     attention = nn.MultiheadAttention(E, HEADS, batch_first=True)
     x = torch.randn(2, STEPS, E)
-    private(attention, x, x, x)
+    private(attention)
     with pytest.raises(RuntimeError, match="mask"):
         attention(x, x, x, **masks)

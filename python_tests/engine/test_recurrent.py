@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -11,10 +10,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
-import dpkernels
 from dpkernels.ops.factor import Full
 from dpkernels.precondition import Sides
-from python_tests.engine.autograd_loop import assert_accurate_under_autocast, assert_private_sum
+from python_tests.engine.autograd_loop import (
+    assert_accurate_under_autocast,
+    assert_private_sum,
+    make_private,
+)
 from python_tests.tolerance import assert_as_accurate
 
 INPUT, HIDDEN, STEPS, BATCH = 3, 4, 5, 3
@@ -84,19 +86,8 @@ def seeded(*args, **kwargs) -> Recurs:
     return Recurs(*args, **kwargs)
 
 
-def private(model):
-    """Return the model in private training."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dpkernels.make_private(
-            model,
-            optimizer,
-            noise_multiplier=0.0,
-            max_grad_norm=1.0,
-            expected_batch_size=1.0,
-            loss_reduction="sum",
-        )
+def private(model: nn.Module) -> nn.Module:
+    make_private(model)
     return model
 
 
@@ -214,15 +205,7 @@ def test_sum_is_as_accurate_as_plain_training_under_autocast(kind):
 
 def test_the_report_names_every_product():
     model = seeded("projected lstm", bidirectional=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    training = dpkernels.make_private(
-        model,
-        optimizer,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        expected_batch_size=1.0,
-        loss_reduction="sum",
-    )
+    training = make_private(model)
     names = [layer.name for layer in training.report().layers]
     assert names == [
         f"layers.{part}_l0{end}" for end in ("", "_reverse") for part in ("ih", "hh", "hr")

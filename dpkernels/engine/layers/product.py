@@ -74,9 +74,10 @@ class Product(LinearLayer):
         both = {"weight": weight, "bias": bias}
         trained = {key: p for key, p in both.items() if p is not None and p.requires_grad}
         super().__init__(name, module, trained)
-        self._shape = (
-            tuple(weight.shape) if weight is not None else (0 if bias is None else bias.numel(), 0)
-        )
+        if weight is not None:
+            self._shape = tuple(weight.shape)
+        else:
+            self._shape = (0 if bias is None else bias.numel(), 0)
 
     def forward(self, site: Site, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Raise: the module is called, not its parts."""

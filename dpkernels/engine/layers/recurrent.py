@@ -164,8 +164,9 @@ class RecurrentLayer(Layer):
     def _check_input(self, x: Any) -> None:
         if isinstance(x, PackedSequence):
             raise RuntimeError(
-                f"{self.describe()}: a PackedSequence keeps samples in no axis of their own; pass "
-                "the padded tensor, and pick the steps that count from the output"
+                f"{self.describe()}: a PackedSequence gives samples no axis of their own; pass the "
+                "padded tensor, and pick the steps that count from the output (the reverse "
+                "direction meets the padding first: pad at the front for that one)"
             )
         if x.is_nested or x.dim() != 3 or x.shape[1 if self.module.batch_first else 0] == 0:
             raise RuntimeError(
