@@ -182,7 +182,7 @@ class AttentionLayer(Layer):
                     f"{self.describe()}: key_padding_mask must be {[batch, lengths[1]]}, got "
                     f"{list(key_padding_mask.shape)}"
                 )
-            padding = _additive(key_padding_mask, q.dtype).view(batch, 1, 1, -1)
+            padding = _additive(key_padding_mask, q.dtype)[:, None, None]
             mask = padding if mask is None else mask + padding
         return mask
 
