@@ -12,7 +12,7 @@ different ones, which nobody can tell from outside: that is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,10 @@ class Site:
         if not self._pass.again:
             self._pass.calls[layer] = self._pass.calls.get(layer, 0) + 1
         return Site(self._capture, layer, self._pass)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Let the model's layers compute as if nobody listened."""
+        return self._capture.paused()
 
     def deliver(self, *tensors: Tensor) -> None:
         """Hand over what the layer's rule needs; called in the backward pass."""

@@ -10,12 +10,14 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
 
 from dpkernels.engine.layers.attention import AttentionLayer
+from dpkernels.engine.layers.bare import BareLayer
 from dpkernels.engine.layers.conv import ConvLayer, TransposedConvLayer
 from dpkernels.engine.layers.embedding import EmbeddingBagLayer, EmbeddingLayer
 from dpkernels.engine.layers.layer import Layer, Unsupported
 from dpkernels.engine.layers.linear import LinearLayer
 from dpkernels.engine.layers.recurrent import RecurrentLayer
 from dpkernels.engine.layers.scale_shift import ScaleShiftLayer
+from dpkernels.engine.layers.transposed_linear import TransposedLinearLayer, is_conv1d
 
 _RULES: dict[type[nn.Module], type[Layer]] = {
     nn.Linear: LinearLayer,
@@ -68,11 +70,15 @@ def _layer_of(name: str, module: nn.Module, trained: dict[str, nn.Parameter]) ->
         # A subclass with a forward pass of its own is another layer.
         if isinstance(module, kind) and type(module).forward is kind.forward:
             return rule(name, module, trained)
-    raise Unsupported(
-        f"{_described(name, module)}: no rule computes per-sample gradients of its parameters "
-        f"{', '.join(trained)}; build it from layers of torch.nn, or freeze them with "
-        "requires_grad_(False)"
-    )
+    if is_conv1d(module):
+        return TransposedLinearLayer(name, module, trained)
+    if type(module).forward is nn.Module.forward:
+        raise Unsupported(
+            f"{_described(name, module)} has no forward pass of its own in which its parameters "
+            f"{', '.join(trained)} could be followed; register them in the module that uses them, "
+            "or freeze them with requires_grad_(False)"
+        )
+    return BareLayer(name, module, trained)
 
 
 def _reads_trained_child(module: nn.Module) -> bool:

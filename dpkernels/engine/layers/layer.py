@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -85,6 +85,16 @@ class Rows:
         """Add the weighted sum to the buffers."""
         out = [total.view(-1) for total in sums]
         clip.weighted_row_sum(list(self.rows), factors, out=out, accumulate=accumulate)
+
+
+def added_up(uses: Iterable[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    """Return the sum over uses of per-sample gradients ``[B, *shape]``, float32 or wider."""
+    first, *rest = uses
+    sums = [g.to(sum_dtype(g.dtype), copy=True) for g in first]
+    for use in rest:
+        for total, gradient in zip(sums, use, strict=True):
+            total += gradient
+    return tuple(sums)
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ class LinearLayer(Layer):
 
 def as_positions(tensors: Sequence[Tensor]) -> Tensor:
     """Return tensors ``[B, *, n]`` as one ``[B, T, n]``."""
-    return torch.cat([x.reshape(x.shape[0], -1, x.shape[-1]) for x in tensors], 1)
+    return torch.cat([x.unsqueeze(1).flatten(1, -2) for x in tensors], 1)
 
 
 def check_sizes(layer: Layer, sides: Sides, outputs: int, inputs: int) -> None:

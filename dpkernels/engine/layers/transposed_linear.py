@@ -1,0 +1,92 @@
+"""Linear layers that keep their weight as ``[inputs, outputs]``: ``Conv1D`` of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from dpkernels.engine.capture import Captured, Site
+from dpkernels.engine.layers.layer import Layer, Norms, Parts, Rows, WeightAndBias
+from dpkernels.engine.layers.linear import as_positions, captured_linear
+from dpkernels.ops import ghost
+from dpkernels.ops.ghost.layer import sum_dtype
+from dpkernels.ops.ghost.plan import Plan
+from dpkernels.ops.kron import apply_factor
+from dpkernels.precondition import Sides
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether ``module`` is the ``x W + b`` that GPT-2 of transformers is made of."""
+    kind = type(module)
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    return (
+        kind.__name__ == "Conv1D"
+        and kind.__module__.split(".")[0] == "transformers"
+        and isinstance(weight, Tensor)
+        and isinstance(bias, Tensor)
+        and weight.dim() == 2
+        and bias.shape == weight.shape[1:]
+    )
+
+
+class TransposedLinearLayer(Layer):
+    """``x W + b``: a linear layer with activations and errors swapped; the bias has its own part.
+
+    Factors are those of the linear layer: ``left`` for the outputs, ``right`` for the inputs.
+    """
+
+    rule = "transposed linear"
+
+    def forward(self, site: Site, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the layer's output."""
+        (x,) = (*args, *kwargs.values())
+        if x.dim() < 2:
+            raise RuntimeError(
+                f"{self.describe()}: its input must have samples as its first axis, got a vector "
+                f"of {list(x.shape)}"
+            )
+        return captured_linear(x, self.module.weight.t(), self.module.bias, site)
+
+    def norms(self, captured: Captured, sides: Sides) -> Norms:
+        """Return norms from activations ``[B, *, I]`` and errors ``[B, *, O]``."""
+        parts = tuple(self._part(attribute, captured, sides) for attribute in self.parameters)
+        return Parts(parts, (1,) * len(parts))
+
+    @staticmethod
+    def _part(attribute: str, captured: Captured, sides: Sides) -> Norms:
+        activations, errors = captured
+        if attribute == "bias":
+            shifts = as_positions([errors]).sum(1, dtype=sum_dtype(errors.dtype))
+            return Rows.of([apply_factor(shifts, sides.left)])
+        norms = ghost.linear_norms(
+            errors, activations, bias=False, left=sides.right, right=sides.left
+        )
+        return WeightAndBias(norms)
+
+    def plan(self, captured: Captured, sides: Sides) -> Plan:
+        """Return the plan of ``ops.ghost`` for the weight."""
+        activations, errors = captured
+        return ghost.linear_plan(
+            tuple(errors.shape),
+            tuple(activations.shape),
+            bias=False,
+            left=sides.right,
+            right=sides.left,
+            element_bytes=errors.element_size(),
+        )
+
+    def merged(self, uses: Sequence[Captured]) -> Captured:
+        """Return the uses' positions side by side: the gradient is the sum over all of them."""
+        activations, errors = zip(*uses, strict=True)
+        return as_positions(activations), as_positions(errors)
+
+    def check_sides(self, sides: Sides) -> None:
+        """Raise ValueError for factors of the wrong size; the bias is not a column here."""
+        inputs, outputs = self.module.weight.shape
+        for name, factor, size in (("left", sides.left, outputs), ("right", sides.right, inputs)):
+            if factor is not None and factor.size != size:
+                raise ValueError(
+                    f"{self.describe()}: {name} must be of size {size}, got {factor.size}"
+                )
