@@ -11,11 +11,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from dpkernels.engine.capture import Captured, Site
-from dpkernels.engine.layers.layer import Layer, Norms, Parts, Rows, WeightAndBias
+from dpkernels.engine.layers.layer import Layer, Norms, Parts, Rows, WeightAndBias, added_up
 from dpkernels.engine.layers.linear import check_sizes, computing_dtype
 from dpkernels.ops import ghost
 from dpkernels.ops.ghost.layer import sum_dtype
 from dpkernels.ops.ghost.plan import Plan
+from dpkernels.ops.kron import apply_factor, apply_kron
 from dpkernels.precondition import Sides
 
 
@@ -65,15 +66,13 @@ class ConvLayer(Layer):
         if any(before):
             mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
             x = functional.pad(x, before, mode=mode)
-        geometry = (
-            list(module.stride),
-            padding,
-            list(module.dilation),
-            False,
-            [0] * rank,
-            module.groups,
-        )
-        return captured_convolution(x, module.weight, module.bias, site, geometry)
+        return captured_convolution(x, module.weight, module.bias, site, self._options(padding))
+
+    def _options(self, padding: list[int]) -> tuple[Any, ...]:
+        """Return what ``torch.convolution`` takes after the bias."""
+        module = self.module
+        still = [0] * len(padding)
+        return (list(module.stride), padding, list(module.dilation), False, still, module.groups)
 
     def _padding(self) -> tuple[list[int], list[int]]:
         """Return what to pad beforehand (as ``functional.pad`` takes it), and the layer's own."""
@@ -86,9 +85,9 @@ class ConvLayer(Layer):
 
     def norms(self, captured: Captured, sides: Sides) -> Norms:
         """Return norms from inputs ``[B, C, *spatial]`` and errors ``[B, O, *output]``."""
+        if len(captured) > 2 or not self.trains("weight"):
+            return Rows.of(added_up(self.stored(use, sides) for use in pairs(captured)))
         activations, errors = captured
-        if not self.trains("weight"):
-            return Rows.of([errors.flatten(2).sum(2, dtype=sum_dtype(errors.dtype))])
         norms = ghost.conv_norms(
             activations,
             errors,
@@ -99,8 +98,31 @@ class ConvLayer(Layer):
         )
         return WeightAndBias(norms)
 
+    def stored(self, captured: Captured, sides: Sides) -> tuple[Tensor, ...]:
+        """Return per-sample gradients of one use, preconditioned: ``[B, *shape]``, ``[B, O]``."""
+        activations, errors = captured
+        shifts = apply_factor(position_sums(errors), sides.left)
+        if not self.trains("weight"):
+            return (shifts,)
+        shape, options = self.module.weight.shape, self._options(self._padding()[1])
+        weights = sample_gradients(activations, errors, shape, options).flatten(2)
+        weights = apply_kron(weights, sides.left, None)
+        columns = weights.shape[2]
+        if sides.right is not None and sides.right.size > columns:
+            weights = torch.cat([weights, shifts.unsqueeze(2)], 2)
+        weights = apply_factor(weights, sides.right)
+        if weights.shape[2] > columns:
+            weights, shifts = weights[:, :, :columns], weights[:, :, columns]
+        return (weights, shifts) if self.trains("bias") else (weights,)
+
+    def merged(self, uses: Sequence[Captured]) -> Captured:
+        """Return the uses one after the other: images of different sizes cannot be joined."""
+        return tuple(x for use in uses for x in use)
+
     def plan(self, captured: Captured, sides: Sides) -> Plan:
         """Return the plan of ``ops.ghost``."""
+        if len(captured) > 2 or not self.trains("weight"):
+            return stored_plan(self, captured)
         activations, errors = captured
         return ghost.conv_plan(
             tuple(activations.shape),
@@ -165,6 +187,8 @@ class TransposedConvLayer(Layer):
 
     def norms(self, captured: Captured, sides: Sides) -> Norms:
         """Return norms from inputs ``[B, C, *spatial]`` and errors ``[B, O, *output]``."""
+        if len(captured) > 2:
+            return Rows.of(added_up(self.stored(use) for use in pairs(captured)))
         activations, errors = captured
         parts: list[Norms] = []
         if self.trains("weight"):
@@ -181,11 +205,28 @@ class TransposedConvLayer(Layer):
             )
             parts.append(WeightAndBias(norms))
         if self.trains("bias"):
-            parts.append(Rows.of([errors.flatten(2).sum(2, dtype=sum_dtype(errors.dtype))]))
+            parts.append(Rows.of([position_sums(errors)]))
         return Parts(tuple(parts), (1,) * len(parts))
+
+    def stored(self, captured: Captured) -> tuple[Tensor, ...]:
+        """Return per-sample gradients of one use: ``[B, *shape]``, ``[B, O]``."""
+        activations, errors = captured
+        module, gradients = self.module, []
+        if self.trains("weight"):
+            # A convolution from errors to activations, so that output padding is not needed.
+            still = [0] * len(module.stride)
+            options = (module.stride, module.padding, module.dilation, False, still, module.groups)
+            gradients = [sample_gradients(errors, activations, module.weight.shape, options)]
+        return (*gradients, position_sums(errors)) if self.trains("bias") else tuple(gradients)
+
+    def merged(self, uses: Sequence[Captured]) -> Captured:
+        """Return the uses one after the other: images of different sizes cannot be joined."""
+        return tuple(x for use in uses for x in use)
 
     def plan(self, captured: Captured, sides: Sides) -> Plan:
         """Return the plan of the convolution that the weight's gradient is."""
+        if len(captured) > 2 or not self.trains("weight"):
+            return stored_plan(self, captured)
         activations, errors = captured
         module = self.module
         return ghost.conv_plan(
@@ -210,7 +251,55 @@ def check_batched(layer: Layer, x: Tensor, rank: int) -> None:
         )
 
 
-def merge_rows(uses: Sequence[Norms]) -> Rows:
-    """Return stored gradients of several uses, added up."""
-    rows = [use.rows for use in uses if isinstance(use, Rows)]
-    return Rows.of([torch.stack(parts).sum(0) for parts in zip(*rows, strict=True)])
+def sample_gradients(
+    inputs: Tensor, errors: Tensor, shape: Sequence[int], geometry: Sequence[Any]
+) -> Tensor:
+    """Return per-sample gradients of a convolution's weight, ``[B, *shape]``, float32 or wider.
+
+    geometry: what ``torch.convolution`` takes after the bias. Samples become groups of one large
+    convolution, of which this is the weight gradient.
+    """
+    *options, groups = geometry
+    batch, dtype = inputs.shape[0], sum_dtype(inputs.dtype)
+    if batch == 0:
+        return inputs.new_zeros(0, *shape, dtype=dtype)
+    x, d = (t.to(dtype).reshape(1, -1, *t.shape[2:]) for t in (inputs, errors))
+    # Only its shape is looked at.
+    weight = x.new_zeros(1).expand(batch * shape[0], *shape[1:])
+    gradients: Tensor = torch.ops.aten.convolution_backward(
+        d, x, weight, None, *options, batch * groups, [False, True, False]
+    )[1]
+    return gradients.view(batch, *shape)
+
+
+def position_sums(errors: Tensor) -> Tensor:
+    """Return errors ``[B, O, *output]`` added up over positions: the bias's gradients."""
+    return errors.flatten(2).sum(2, dtype=sum_dtype(errors.dtype))
+
+
+def pairs(captured: Captured) -> list[Captured]:
+    """Return the uses that were put one after the other by ``merged``."""
+    return [captured[k : k + 2] for k in range(0, len(captured), 2)]
+
+
+def stored_plan(layer: Layer, captured: Captured) -> Plan:
+    """Return what several uses cost, whose per-sample gradients are stored and added up."""
+    batch, uses = captured[0].shape[0], pairs(captured)
+    elements = sum(p.numel() for p in layer.parameters.values())
+    size = sum_dtype(captured[0].dtype).itemsize
+    flops = 4 * batch * elements
+    if layer.trains("weight"):
+        weight = layer.parameters["weight"]
+        # Each weight of a convolution meets an input at every output; of a transposed one, every
+        # input meets it.
+        side = 0 if layer.module.transposed else 1
+        flops += sum(2 * weight.numel() * batch * use[side][0, 0].numel() for use in uses)
+    read = sum(x.numel() * x.element_size() for x in captured)
+    kept = batch * elements * size
+    return Plan(
+        "stored",
+        flops,
+        read + (len(uses) + 1) * kept + elements * size,
+        kept,
+        f"{len(uses)} uses in one forward pass: their gradients are stored and added up",
+    )
