@@ -102,6 +102,29 @@ def test_copies_that_a_module_does_not_take_apart_are_rejected(module, samples):
     assert rules(training)["2"] == "vmap"
 
 
+def test_copies_with_another_meaning_are_rejected_beside_random_numbers_too():
+    class CountedDropout(Counted):
+        def forward(self, x):
+            return nn.functional.dropout(super().forward(x), 0.5)
+
+    model = CountedDropout(4)
+    private(model, 1.0)
+    with pytest.raises(Unsupported, match=r"\(CountedDropout\).*random"):
+        square(model(torch.randn(5, 4))).sum().backward()
+
+
+def test_what_holds_for_one_sample_is_not_taken_to_hold_for_more():
+    torch.manual_seed(0)
+    model = between(Normalised(4), 4, 4).double()
+    training, optimizer = private(copy.deepcopy(model), 0.1)
+    for samples in (1, 5):
+        x = torch.randn(samples, 4, dtype=torch.float64)
+        training.model.load_state_dict(model.state_dict())
+        square(training.model(x)).sum().backward()
+        optimizer.step()
+        assert_same(gradients_of(training.model), clipped_sum(sample_gradients(model, [x]), 0.1))
+
+
 def test_frozen_parameters_beside_trained_ones_are_left_out():
     model, inputs = made(CASES["vision transformer"])
     model.places.requires_grad_(False)
@@ -144,6 +167,19 @@ def test_the_trial_leaves_no_trace():
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     square(output).sum().backward()
     assert rules(training)["(the model itself)"] == "broadcast parameter"
+
+
+def test_an_input_that_is_changed_in_place_is_changed_once():
+    class InPlace(Scale):
+        def forward(self, x):
+            return super().forward(x.mul_(2))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), InPlace(4)).double()
+    x = torch.randn(5, 4, dtype=torch.float64)
+    plain = model(x)
+    private(model, 1.0)
+    torch.testing.assert_close(model(x), plain)
 
 
 def test_the_parameters_are_back_after_an_error():
