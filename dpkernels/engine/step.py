@@ -98,12 +98,24 @@ class Step:
     def layer_complete(self, current: Pass, layer: Layer, captured: Captured) -> None:
         """Norms of one layer: as soon as its errors are there, while they are in the cache."""
         sides = self._sides_of(layer)
-        current.norms[layer] = layer.norms(captured, sides)
+        with _without_autocast(captured[0].device):
+            current.norms[layer] = layer.norms(captured, sides)
         if layer not in self.shapes:
             self.shapes[layer] = tuple(x.to("meta") for x in captured)
 
     def pass_complete(self, current: Pass) -> None:
         """Factors from the norms of all layers, and the clipped sum of one microbatch."""
+        try:
+            with _without_autocast(self._parameters[0].device):
+                self._join(current)
+                self._add(current)
+        except BaseException:
+            self.discard()
+            raise
+        current.norms = {}
+
+    def _join(self, current: Pass) -> None:
+        """Norms of layers that share a weight, or were called several times."""
         for group in self._tied:
             members = {layer: current.uses.pop(layer, []) for layer in group.members}
             if any(members.values()):
@@ -111,12 +123,6 @@ class Step:
         for layer, uses in current.uses.items():
             self.layer_complete(current, layer, layer.merged(uses))
         current.uses = {}
-        try:
-            self._add(current)
-        except BaseException:
-            self.discard()
-            raise
-        current.norms = {}
 
     def _add(self, current: Pass) -> None:
         for parameter in self._parameters:
@@ -195,6 +201,14 @@ class Step:
         self.seen.nonfinite = self.seen.nonfinite + dropped
         if self.keep_norms:
             self.seen.sq_norms = sq_norms
+
+
+def _without_autocast(device: torch.device) -> torch.autocast:
+    """Return a context in which products are not rounded to half precision.
+
+    ``backward()`` may be called inside of the user's autocast, too.
+    """
+    return torch.autocast(device.type, enabled=False)
 
 
 def _scaled_down(factors: Tensor, scale: float) -> Tensor:

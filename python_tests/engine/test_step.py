@@ -276,3 +276,47 @@ def test_a_checkpoint_restores_the_stream_of_a_seeded_key():
     again.step()
     assert resumed.steps == 2
     assert all(torch.equal(a, wanted[n]) for n, a in gradients_of(other).items())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_backward_pass_inside_of_autocast_is_not_rounded(bias):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=bias), nn.Tanh())
+    x = torch.randn(4, 32, 8)
+    results = []
+    for inside in (False, True):
+        twin = copy.deepcopy(model)
+        _, optimizer = private(twin, 0.1)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = square(twin(x)).sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        optimizer.step()
+        results.append(gradients_of(twin))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+@pytest.mark.parametrize("name", ["repeated", "tied", "tied linears"])
+def test_repeated_and_shared_layers_take_an_empty_batch(name):
+    model, (x,) = made(name)
+    training, optimizer = private(model, 1.0, noise_multiplier=1.0)
+    square(model(x[:0])).sum().backward()
+    optimizer.step()
+    assert training.steps == 1
+
+
+def test_the_report_names_rule_formula_and_cost():
+    model, inputs = made("layer norm")
+    model[0].weight.requires_grad_(False)
+    training, _ = private(model, 1.0)
+    assert all(layer.formula is None for layer in training.report().layers)
+    square(model(*inputs)).sum().backward()
+    first, norm, last = training.report().layers
+    assert (first.rule, first.formula) == ("linear", "stored")
+    assert (norm.name, norm.rule, norm.parameters) == ("1", "scale and shift", 12)
+    assert last.flops > 0 and last.bytes > 0 and last.reason
+    assert training.report().unpreconditioned == ("0", "1", "2")
+    text = str(training.report())
+    assert "not seen yet" not in text and "noise multiplier 0" in text

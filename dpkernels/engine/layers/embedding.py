@@ -116,10 +116,9 @@ class EmbeddingLayer(Layer):
     def merged(self, uses: Sequence[Captured]) -> Captured:
         """Return the uses' tokens side by side."""
         indices, errors = zip(*uses, strict=True)
-        batch, width = errors[0].shape[0], errors[0].shape[-1]
         return (
-            torch.cat([tokens.reshape(batch, -1) for tokens in indices], 1),
-            torch.cat([d.reshape(batch, -1, width) for d in errors], 1),
+            torch.cat([tokens.unsqueeze(-1).flatten(1) for tokens in indices], 1),
+            torch.cat([d.unsqueeze(1).flatten(1, -2) for d in errors], 1),
         )
 
     def check_sides(self, sides: Sides) -> None:

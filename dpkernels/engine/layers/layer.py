@@ -178,3 +178,15 @@ class Layer(ABC):
             raise ValueError(
                 f"{self.describe()}: its rule ({self.rule}) takes no preconditioner; leave it out"
             )
+
+
+def bias_plan(errors: Tensor, bias: Tensor) -> Plan:
+    """Return what a bias costs that is trained without its weight."""
+    kept = errors.shape[0] * bias.numel() * sum_dtype(errors.dtype).itemsize
+    return Plan(
+        "stored",
+        errors.numel() + 4 * errors.shape[0] * bias.numel(),
+        errors.numel() * errors.element_size() + 2 * kept + bias.nbytes,
+        kept,
+        "the bias alone is trained: its gradients are sums of the errors",
+    )

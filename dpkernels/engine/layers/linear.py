@@ -11,8 +11,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from dpkernels.engine.capture import Captured, Site
-from dpkernels.engine.layers.layer import Layer, Norms, Rows, WeightAndBias
+from dpkernels.engine.layers.layer import Layer, Norms, Rows, WeightAndBias, bias_plan
 from dpkernels.ops import ghost
+from dpkernels.ops.ghost.layer import sum_dtype
 from dpkernels.ops.ghost.plan import Plan
 from dpkernels.ops.kron import apply_factor
 from dpkernels.precondition import Sides
@@ -69,7 +70,9 @@ class LinearLayer(Layer):
         activations, errors = captured
         if not self.trains("weight"):
             shifts = (
-                errors.flatten(1, -2).sum(1, dtype=_wide(errors)) if errors.dim() > 2 else errors
+                errors.flatten(1, -2).sum(1, dtype=sum_dtype(errors.dtype))
+                if errors.dim() > 2
+                else errors
             )
             if sides.left is not None:
                 shifts = apply_factor(shifts, sides.left)
@@ -82,6 +85,8 @@ class LinearLayer(Layer):
     def plan(self, captured: Captured, sides: Sides) -> Plan:
         """Return the plan of ``ops.ghost``."""
         activations, errors = captured
+        if not self.trains("weight"):
+            return bias_plan(errors, self.parameters["bias"])
         return ghost.linear_plan(
             tuple(activations.shape),
             tuple(errors.shape),
@@ -116,7 +121,3 @@ def check_sizes(layer: Layer, sides: Sides, outputs: int, inputs: int) -> None:
                 f"{layer.describe()}: {name} must be of size {' or '.join(map(str, sizes))}, got "
                 f"{factor.size}"
             )
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

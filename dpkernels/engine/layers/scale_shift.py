@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from dpkernels.engine.capture import Captured, Site
-from dpkernels.engine.layers.layer import Layer, Norms, Rows, WeightAndBias
+from dpkernels.engine.layers.layer import Layer, Norms, Rows, WeightAndBias, bias_plan
 from dpkernels.ops import ghost
 from dpkernels.ops.factor import Diagonal
 from dpkernels.ops.ghost.layer import sum_dtype
@@ -113,7 +113,9 @@ class ScaleShiftLayer(Layer):
 
     def plan(self, captured: Captured, sides: Sides) -> Plan:
         """Return the plan of ``ops.ghost``."""
-        xhat, _ = captured
+        xhat, errors = captured
+        if not self.trains("weight"):
+            return bias_plan(errors, self.module.bias)
         return ghost.scale_shift_plan(
             tuple(xhat.shape),
             channel_axis=self.channel_axis,
@@ -128,13 +130,13 @@ class ScaleShiftLayer(Layer):
         """Return the uses' positions side by side."""
         if self.channel_axis == 1:
             xhat, errors = (
-                torch.cat([x.reshape(*x.shape[:2], -1) for x in tensors], 2)
+                torch.cat([x.unsqueeze(-1).flatten(2) for x in tensors], 2)
                 for tensors in zip(*uses, strict=True)
             )
             return xhat, errors
-        shape = self.module.weight.shape
+        last = -1 - self.module.weight.dim()
         xhat, errors = (
-            torch.cat([x.reshape(x.shape[0], -1, *shape) for x in tensors], 1)
+            torch.cat([x.unsqueeze(1).flatten(1, last) for x in tensors], 1)
             for tensors in zip(*uses, strict=True)
         )
         return xhat, errors

@@ -165,8 +165,8 @@ def _cross_terms(a: Tensor, d: Tensor, tokens: Tensor, e: Tensor) -> Tensor:
     positions, count = a.shape[1], tokens.shape[1]
     block = max(1, _BLOCK_ELEMENTS // max(1, positions * count))
     parts = []
-    for rows in torch.arange(a.shape[0], device=a.device).split(block):
-        at = slice(int(rows[0]), int(rows[-1]) + 1)
+    for first in range(0, a.shape[0], block):
+        at = slice(first, first + block)
         met = d[at].gather(2, tokens[at].unsqueeze(1).expand(-1, positions, -1)).double()
         parts.append((met * (a[at].double() @ e[at].double().mT)).sum((1, 2)))
     return torch.cat(parts) if parts else a.new_zeros(0, dtype=torch.float64)
