@@ -111,7 +111,9 @@ def curves(
     from matplotlib import pyplot
 
     count = len(axes_results)
-    figure, axes = pyplot.subplots(1, count, figsize=(4.6 * count, 3.8), layout="constrained")
+    figure, axes = pyplot.subplots(
+        1, count, figsize=(4.6 * count, 3.8), layout="constrained", squeeze=False
+    )
     for axis, (name, (sizes, results)) in zip(axes.flat, axes_results.items(), strict=True):
         for form in (form.name for form in results[0].forms):
             points = []
