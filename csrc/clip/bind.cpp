@@ -10,28 +10,11 @@
 #include <vector>
 
 #include "clip/clip.h"
+#include "common/torch_dtype.h"
 #include "common/torch_executor.h"
 #include "common/torch_overlap.h"
 
 namespace {
-
-dpk::Dtype dtype_of(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-      return dpk::Dtype::f32;
-    case at::kBFloat16:
-      return dpk::Dtype::bf16;
-    case at::kHalf:
-      return dpk::Dtype::f16;
-    case at::kDouble:
-      return dpk::Dtype::f64;
-    default:
-      TORCH_CHECK_VALUE(false, "grads must be float32, bfloat16, float16 or float64, got ",
-                        tensor.scalar_type());
-  }
-}
-
-at::ScalarType sum_type(at::ScalarType type) { return type == at::kDouble ? type : at::kFloat; }
 
 // The gradients as the kernels take them; keeps the tensors (or their copies) alive.
 struct Gradients {
@@ -51,7 +34,7 @@ struct Gradients {
       tensors.push_back({row.const_data_ptr(), row.stride(0), row.size(1), nullptr});
     }
     rows = {tensors.data(), static_cast<int64_t>(tensors.size()), grads[0].size(0),
-            dtype_of(grads[0])};
+            dpk::dtype_of(grads[0], "grads")};
   }
   Gradients(const Gradients&) = delete;
 
@@ -61,7 +44,7 @@ struct Gradients {
     for (size_t l = 0; l < held.size(); ++l) {
       TORCH_CHECK_VALUE(out[l].is_cpu() && out[l].dim() == 1 && out[l].is_contiguous() &&
                             out[l].size(0) == held[l].size(1) &&
-                            out[l].scalar_type() == sum_type(held[l].scalar_type()),
+                            out[l].scalar_type() == dpk::sum_type(held[l].scalar_type()),
                         "out must be contiguous [D] CPU tensors, float32 (float64 for float64)");
       tensors[l].out = out[l].mutable_data_ptr();
     }
@@ -114,7 +97,7 @@ void weighted_row_sum_(at::TensorList out, at::TensorList grads, const at::Tenso
   const dpk::Rows& rows = gradients.rows;
   TORCH_CHECK_VALUE(factors.is_cpu() && factors.dim() == 2 && factors.size(1) == rows.batch &&
                         (factors.size(0) == 1 || factors.size(0) == rows.count) &&
-                        factors.scalar_type() == sum_type(grads[0].scalar_type()),
+                        factors.scalar_type() == dpk::sum_type(grads[0].scalar_type()),
                     "factors must be [1, B] or [L, B], of the dtype of out");
   const at::Tensor weights = factors.contiguous();
   const dpk::Executor executor = dpk::torch_executor();
@@ -133,7 +116,8 @@ std::tuple<at::Tensor, at::Tensor> clip_and_sum_(at::TensorList out, at::TensorL
   TORCH_CHECK_VALUE(rule.bound_count == 1 || rule.bound_count == rows.count,
                     "max_norms must have one bound, or one for each of grads");
   at::Tensor sq_norms = at::empty({rule.bound_count, rows.batch}, at::kDouble);
-  at::Tensor factors = at::empty({rule.bound_count, rows.batch}, sum_type(grads[0].scalar_type()));
+  at::Tensor factors =
+      at::empty({rule.bound_count, rows.batch}, dpk::sum_type(grads[0].scalar_type()));
   const dpk::Executor executor = dpk::torch_executor();
   const at::Tensor workspace = workspace_for(rows, true, executor);
   dpk::clip_and_sum(rows, rule, accumulate, sq_norms.mutable_data_ptr<double>(),

@@ -11,9 +11,9 @@
 #include <tuple>
 #include <vector>
 
+#include "common/torch_dtype.h"
 #include "common/torch_executor.h"
 #include "ghost/conv.h"
-#include "ghost/torch_dtype.h"
 
 namespace {
 

@@ -7,10 +7,10 @@
 #include <optional>
 #include <vector>
 
+#include "common/torch_dtype.h"
 #include "common/torch_executor.h"
 #include "common/torch_overlap.h"
 #include "ghost/embedding.h"
-#include "ghost/torch_dtype.h"
 
 namespace {
 

@@ -8,27 +8,12 @@
 
 #include <optional>
 
+#include "common/torch_dtype.h"
 #include "common/torch_executor.h"
 #include "common/torch_overlap.h"
 #include "ghost/linear.h"
 
 namespace {
-
-dpk::Dtype dtype_of(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-      return dpk::Dtype::f32;
-    case at::kBFloat16:
-      return dpk::Dtype::bf16;
-    case at::kHalf:
-      return dpk::Dtype::f16;
-    case at::kDouble:
-      return dpk::Dtype::f64;
-    default:
-      TORCH_CHECK_VALUE(false, "activations must be float32, bfloat16, float16 or float64, got ",
-                        tensor.scalar_type());
-  }
-}
 
 // Activations and errors as the kernels take them; keeps the tensors (or their copies) alive.
 struct Batch {
@@ -43,7 +28,8 @@ struct Batch {
                       "dtype");
     activations = rows_of(a);
     errors = rows_of(d);
-    view = {positions_of(activations), positions_of(errors), a.size(0), a.size(1), dtype_of(a)};
+    view = {positions_of(activations), positions_of(errors), a.size(0), a.size(1),
+            dpk::dtype_of(a, "activations")};
   }
   Batch(const Batch&) = delete;
 

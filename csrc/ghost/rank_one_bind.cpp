@@ -14,11 +14,11 @@
 #include <vector>
 
 #include "clip/clip.h"
+#include "common/torch_dtype.h"
 #include "common/torch_executor.h"
 #include "common/torch_overlap.h"
 #include "ghost/linear.h"
 #include "ghost/rank_one.h"
-#include "ghost/torch_dtype.h"
 
 namespace {
 

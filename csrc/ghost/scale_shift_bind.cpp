@@ -5,9 +5,9 @@
 
 #include <tuple>
 
+#include "common/torch_dtype.h"
 #include "common/torch_executor.h"
 #include "ghost/scale_shift.h"
-#include "ghost/torch_dtype.h"
 
 namespace {
 

@@ -69,6 +69,7 @@ def _layer_of(name: str, module: nn.Module, trained: dict[str, nn.Parameter]) ->
     for kind, rule in _RULES.items():
         # A subclass with a forward pass of its own is another layer.
         if isinstance(module, kind) and type(module).forward is kind.forward:
+            _check_attributes(name, module, kind, trained)
             return rule(name, module, trained)
     if is_conv1d(module):
         return TransposedLinearLayer(name, module, trained)
@@ -79,6 +80,24 @@ def _layer_of(name: str, module: nn.Module, trained: dict[str, nn.Parameter]) ->
             "or freeze them with requires_grad_(False)"
         )
     return BareLayer(name, module, trained)
+
+
+def _check_attributes(
+    name: str, module: nn.Module, kind: type[nn.Module], trained: dict[str, nn.Parameter]
+) -> None:
+    """Raise Unsupported for parameters that a module of this kind does not have by itself."""
+    known = {"weight", "bias"}
+    if kind is nn.MultiheadAttention:
+        known = {f"{x}_proj_weight" for x in ("in", "q", "k", "v")}
+        known |= {"in_proj_bias", "bias_k", "bias_v"}
+    elif isinstance(module, nn.RNNBase):
+        known = set(module._flat_weights_names)
+    if strange := sorted(set(trained) - known):
+        raise Unsupported(
+            f"{_described(name, module)} has parameters that a {kind.__name__} does not have, "
+            f"{', '.join(strange)}: its weight is computed from them (torch.nn.utils.weight_norm, "
+            "spectral_norm, ...), which no rule covers; remove that"
+        )
 
 
 def _reads_trained_child(module: nn.Module) -> bool:
@@ -92,6 +111,15 @@ def _reads_trained_child(module: nn.Module) -> bool:
 
 def _check_module(name: str, module: nn.Module) -> None:
     described = _described(name, module)
+    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise Unsupported(
+            f"{described} adds up gradients of several processes or devices, which would be done "
+            "before they are clipped; pass the module inside, model.module, in one process"
+        )
+    if any(nn.parameter.is_lazy(parameter) for parameter in module.parameters(recurse=False)):
+        raise Unsupported(
+            f"{described} has parameters without a shape; call the model once on a batch first"
+        )
     if isinstance(module, _BatchNorm):
         raise Unsupported(
             f"{described} normalises over the batch, so that one sample's gradient depends on the "

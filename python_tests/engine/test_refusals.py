@@ -23,6 +23,11 @@ class Direct(nn.Module):
         return self.layer(x) + nn.functional.linear(x, self.layer.weight)
 
 
+def old_weight_norm(module, name="weight"):
+    with pytest.warns(FutureWarning, match="deprecated"):
+        return nn.utils.weight_norm(module, name)
+
+
 @pytest.mark.parametrize(
     ("model", "match"),
     [
@@ -34,6 +39,10 @@ class Direct(nn.Module):
         (nn.Embedding(3, 2, scale_grad_by_freq=True), "scale_grad_by_freq divides"),
         (nn.EmbeddingBag(3, 2, mode="max"), "'sum' or 'mean'"),
         (nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), "remove_parametrizations"),
+        (old_weight_norm(nn.Linear(3, 3)), "weight_g, weight_v"),
+        (old_weight_norm(nn.LSTM(3, 3), "weight_hh_l0"), "weight_hh_l0_g"),
+        (nn.LazyLinear(3), "call the model once"),
+        (nn.DataParallel(nn.Linear(3, 3)), r"model\.module"),
         (nn.Linear(3, 3).requires_grad_(False), "nothing to train"),
     ],
 )
