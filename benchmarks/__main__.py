@@ -39,8 +39,10 @@ def main(arguments: list[str] | None = None) -> int:
     result = _measure(options)
     print(report.table(result))
     partial = options.quick or options.only != "*"
-    output = options.output or (None if partial else _RESULTS)
+    output = options.output or (None if partial and not options.update else _RESULTS)
     if output is not None:
+        if options.update:
+            result = Report.read(output / "kernels.json").with_newer(result)
         output.mkdir(parents=True, exist_ok=True)
         result.write(output / "kernels.json")
         report.picture(result, output / "kernels.png")
@@ -87,6 +89,11 @@ def _parser() -> argparse.ArgumentParser:
         "--only", default="*", metavar="PATTERN", help="cases or operations, as in 'clip_and_sum*'"
     )
     parser.add_argument("--output", type=Path, metavar="DIR", help="where to write (and read)")
+    parser.add_argument(
+        "--update",
+        action="store_true",
+        help="put the cases of --only in place of those in kernels.json, and say so there",
+    )
     parser.add_argument("--seconds", type=float, help="how long to measure each case")
     parser.add_argument("--rounds", type=int, help="exactly so many rounds instead")
     parser.add_argument("--no-compile", dest="compile", action="store_false")

@@ -22,6 +22,7 @@ class Judge:
         first = case.plain[0]
         same_dtype = case.same_dtype or (lambda inputs: first.run(*first.arguments(inputs)))
         self.allowed = allowed_error(same_dtype(inputs), self._truth)
+        self.allowed += case.raised * max(_largest(exact) for exact in self._truth)
 
     def judge(self, outputs: Outputs, found: Measurement) -> None:
         """Write the error, and a mismatch if it is one, into ``found``."""

@@ -236,9 +236,13 @@ def _where(report: Report) -> str:
 
 
 def _provenance(report: Report) -> str:
+    replaced = "".join(
+        f" Measured later, at {commit[:9]}: {'; '.join(names)}."
+        for commit, names in report.provenance.get("replaced", {}).items()
+    )
     return (
         f"Median of interleaved rounds in one process, on {_where(report)}. Every output was "
-        "checked against float64 first. Reproduce with `make bench`."
+        f"checked against float64 first. Reproduce with `make bench`.{replaced}"
     )
 
 

@@ -137,6 +137,22 @@ class Report:
     startup: Startup | None = None
     quick: bool = False
 
+    def with_newer(self, newer: Report) -> Report:
+        """Return this report with the cases of ``newer`` in place of its own; says which."""
+        found = {result.name: result for result in newer.results}
+        unknown = found.keys() - {result.name for result in self.results}
+        if unknown:
+            raise ValueError(f"with_newer: not in the older report: {', '.join(sorted(unknown))}")
+        replaced = dict(self.provenance.get("replaced", {}))
+        replaced[newer.provenance["commit"]] = sorted(found)
+        return Report(
+            {**self.provenance, "replaced": replaced},
+            self.machine,
+            [found.get(result.name, result) for result in self.results],
+            self.startup,
+            self.quick,
+        )
+
     def write(self, path: Path) -> None:
         """Write the report as JSON."""
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")

@@ -26,6 +26,7 @@ from torch.nn.functional import unfold
 
 from benchmarks.registry import Case, Form, Inputs, Outputs, Target, poisoned
 from dpkernels.ops.ghost import conv_clip_and_sum, conv_plan
+from dpkernels.ops.ghost.rounding import norm_limit
 
 UNFOLD = "unfold, bmm"
 
@@ -107,6 +108,8 @@ def _case(layer: Layer, target: Target) -> Case:
         ours=Form("dpkernels", ours, functools.partial(_with_buffers, layer)),
         plain=_plain_forms(layer),
         truth=functools.partial(_truth, layer),
+        # Of squares, twice as much as of norms.
+        raised=2 * norm_limit(torch.float32, layer.positions),
         target=target,
     )
 

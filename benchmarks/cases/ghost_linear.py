@@ -26,6 +26,7 @@ from torch import Tensor
 from benchmarks.registry import Case, Form, Inputs, Outputs, Target, poisoned
 from dpkernels.ops.factor import Full
 from dpkernels.ops.ghost import linear_clip_and_sum, linear_norms
+from dpkernels.ops.ghost.rounding import norm_limit
 
 TWO_BMM = "two bmm and a product"
 PLAIN_RANK_ONE = "transform, norms, product"
@@ -137,6 +138,8 @@ def _norms(
         ours=Form("dpkernels", ours, tuple),
         plain=_norm_forms(),
         truth=lambda inputs: [_exact_sq_norms(*inputs)],
+        # Of squares, twice as much as of norms.
+        raised=2 * norm_limit(torch.float32, positions),
         target=target or Target(),
     )
 
@@ -214,6 +217,7 @@ def _norms_and_sum(batch: int, positions: int, inputs: int, outputs: int) -> Cas
             ),
         ),
         truth=truth,
+        raised=norm_limit(torch.float32, positions),
     )
 
 
