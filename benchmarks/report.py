@@ -63,7 +63,7 @@ def picture(report: Report, path: Path) -> None:
     from matplotlib import pyplot
 
     shown = [result for result in report.results if result.speedup is not None]
-    figure, axes = pyplot.subplots(figsize=(9, 1.6 + 0.5 * len(shown)), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(10, 1.6 + 0.26 * len(shown)), layout="constrained")
     series = (
         ("fastest plain PyTorch form", "#2a6f97", -0.19, [r.speedup for r in shown]),
         ("torch.compile of it", "#e09f3e", 0.19, [r.compiled_speedup for r in shown]),
@@ -77,9 +77,12 @@ def picture(report: Report, path: Path) -> None:
             [max(0.0, s.median - s.p10) for _, s in bars],
             [max(0.0, s.p90 - s.median) for _, s in bars],
         ]
-        axes.barh(positions, medians, 0.36, xerr=whiskers, color=colour, label=label, capsize=2)
+        lengths = [median - 1.0 for median in medians]
+        axes.barh(
+            positions, lengths, 0.36, 1.0, xerr=whiskers, color=colour, label=label, capsize=2
+        )
         for position, s in bars:
-            end = max(s.median, s.p90)
+            end = max(s.median, s.p90, 1.0)
             axes.annotate(
                 f"{s.median:.2f}x",
                 (end, position),
@@ -89,11 +92,13 @@ def picture(report: Report, path: Path) -> None:
                 fontsize=8,
             )
     axes.axvline(1.0, color="black", linewidth=1)
-    axes.set_yticks(range(len(shown)), [result.name for result in shown], fontsize=9)
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.set_xlim(left=0)
-    axes.set_xlabel("times as fast as (1: the same; whiskers: 10th to 90th percentile)")
+    axes.set_yticks(range(len(shown)), [result.name for result in shown], fontsize=8)
+    axes.set_ylim(len(shown) - 0.4, -0.6)
+    largest = max((r.speedup.p90 for r in shown if r.speedup is not None), default=1.0)
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(0.125, 2 * max(largest, 2.0))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axes.set_xlabel("speed-up (whiskers: 10th to 90th percentile)", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(_where(report), fontsize=9)
     if shown:
