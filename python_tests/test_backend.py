@@ -156,6 +156,8 @@ def test_the_backend_that_was_asked_for_is_the_one_that_runs(
 ) -> None:
     ran: list[str] = []
     operation = backend._operations["clip_and_sum_"]
+    # What earlier calls found is not to be found again.
+    monkeypatch.setitem(operation.__dict__, "served", {})
     for name in ("reference", "triton", "overload"):
         implementation = getattr(operation, name)
 
