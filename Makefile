@@ -25,7 +25,7 @@ demo: $(BUILT) ## compare the kernels with plain PyTorch on small sizes
 # Most of the time goes into Triton's interpreter, which has one thread; tests of several threads ask
 # for them.
 test: $(BUILT) ## run the tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadgroup
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_WORKERS)
 
 bench: $(BUILT) ## measure the kernels against plain PyTorch and torch.compile
 	@$(BIN)/python -m benchmarks

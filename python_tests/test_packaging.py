@@ -27,9 +27,6 @@ from dpkernels.info import SWITCHES
 from dpkernels.ops.noise.reference import standard_normals
 from python_tests.tolerance import assert_as_accurate
 
-# In one worker, which compiles once for all of them.
-pytestmark = pytest.mark.xdist_group("packaging")
-
 ROOT = Path(__file__).resolve().parent.parent
 KEY, COUNTER, ELEMENTS = 12345, 7, 1001
 
