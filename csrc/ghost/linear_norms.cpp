@@ -225,6 +225,11 @@ class NormPass {
   }
 
  private:
+  // Over the positions of one sample: sums of |a_t|, of |d_t| and of |a_t| |d_t|.
+  struct Totals {
+    double a = 0.0, d = 0.0, terms = 0.0;
+  };
+
   template <class To>
   Sample<To> sample(int64_t b, std::vector<To>& copy) const {
     const Positions &a = batch_.activations, &d = batch_.errors;
@@ -279,69 +284,93 @@ class NormPass {
 
   void add_block(int64_t b, int64_t first, Scratch<T>& scratch, double* sums) const {
     const Sample<T> s = sample<T>(b, scratch.copy);
-    if (!gram_) {
+    if (gram_) {
+      sums[0] = gram_sum(b, s, first, std::min(first + block_, s.positions), scratch, &sums[1]);
+    } else {
       sums[0] = gradient_sq_norm(s, first, std::min(first + block_, s.outputs), scratch);
-      return;
     }
+  }
+
+  template <class To>
+  double gram_sum(int64_t b, const Sample<To>& s, int64_t first, int64_t last, Scratch<To>& scratch,
+                  double* reach) const {
     const int64_t at = b * batch_.positions;
-    const GramBlock<T> gram(s, lengths_.a.data() + at, lengths_.d.data() + at, scratch);
-    const int64_t end = std::min(first + block_, s.positions);
+    const GramBlock<To> gram(s, lengths_.a.data() + at, lengths_.d.data() + at, scratch);
     Sum products;
-    for (int64_t column = first; column < end; column += kGramCols) {
-      gram.add(column, std::min(column + kGramCols, end), &products, &sums[1]);
+    for (int64_t column = first; column < last; column += kGramCols) {
+      gram.add(column, std::min(column + kGramCols, last), &products, reach);
     }
-    sums[0] = products.value();
+    return products.value();
   }
 
   // Puts a sample's norm together, its error included, and does it again in double where float is
   // not enough.
   double settle(int64_t b, const std::vector<double>& sums) const {
     if (!finite(b)) return std::numeric_limits<double>::quiet_NaN();
-    double square = 0.0, reach = 0.0, terms = 0.0, a_total = 0.0, d_total = 0.0;
+    double square = 0.0, reach = 0.0;
     for (int64_t k = b * splits_; k < (b + 1) * splits_; ++k) {
       square += sums[2 * k];
       reach += sums[2 * k + 1];
     }
-    for (int64_t t = b * batch_.positions; t < (b + 1) * batch_.positions; ++t) {
-      terms += lengths_.a[t] * lengths_.d[t];
-      a_total += lengths_.a[t];
-      d_total += lengths_.d[t];
-    }
+    const Totals totals = totals_of(b);
     const double limit = norm_limit<T>(batch_.positions);
-    const double error =
-        gram_ ? gram_error(reach, terms, a_total, d_total) : gradient_error<T>(terms);
+    const double error = gram_ ? gram_error<T>(reach, totals) : gradient_error<T>(totals);
     if (gram_ && square_within(square, error, limit)) {
       square += error;
     } else if (!gram_ && norm_within(std::sqrt(square), error, limit)) {
       square = raised(square, error);
     } else {
-      std::vector<double> copy;
-      Scratch<double> scratch;
-      const Sample<double> s = sample<double>(b, copy);
-      square = raised(gradient_sq_norm(s, 0, s.outputs, scratch), gradient_error<double>(terms));
+      square = settle_in_double(b, totals, limit);
     }
     // The bias is a sum of as many rows as there are positions, in double.
-    const double bias_error = rounding_error<double>(batch_.positions) * d_total;
+    const double bias_error = rounding_error<double>(batch_.positions) * totals.d;
     return bias_ ? square + raised(lengths_.bias[b], bias_error) : square;
+  }
+
+  // By the same formula, if it was in float, and by the gradient itself if even that cancels: sums
+  // over positions of real networks often do too much for float, hardly ever for double.
+  double settle_in_double(int64_t b, const Totals& totals, double limit) const {
+    std::vector<double> copy;
+    Scratch<double> scratch;
+    const Sample<double> s = sample<double>(b, copy);
+    if (gram_ && !std::is_same_v<T, double>) {
+      double reach = 0.0;
+      const double square = gram_sum(b, s, 0, s.positions, scratch, &reach);
+      const double error = gram_error<double>(reach, totals);
+      if (square_within(square, error, limit)) return square + error;
+    }
+    return raised(gradient_sq_norm(s, 0, s.outputs, scratch), gradient_error<double>(totals));
+  }
+
+  Totals totals_of(int64_t b) const {
+    Totals totals;
+    for (int64_t t = b * batch_.positions; t < (b + 1) * batch_.positions; ++t) {
+      totals.a += lengths_.a[t];
+      totals.d += lengths_.d[t];
+      totals.terms += lengths_.a[t] * lengths_.d[t];
+    }
+    return totals;
   }
 
   // With a_s . a_t off by at most e |a_s| |a_t|, and d_s . d_t accordingly, the sum of their
   // products is off by e times the reach, and e^2 (sum over t of |a_t| |d_t|)^2.
-  double gram_error(double reach, double terms, double a_total, double d_total) const {
+  template <class Sums>
+  double gram_error(double reach, const Totals& totals) const {
     const int64_t inputs = batch_.activations.width, outputs = batch_.errors.width;
     const int64_t width = std::max(inputs, outputs);
-    const double e = dot_error<T>(width, kRoundings, width / kRoundings + 1);
-    const double lost = double(inputs) * d_total * d_total + double(outputs) * a_total * a_total;
-    return e * reach + e * e * terms * terms + kUnderflow<T> * lost;
+    const double e = dot_error<Sums>(width, kRoundings, width / kRoundings + 1);
+    const double lost =
+        double(inputs) * totals.d * totals.d + double(outputs) * totals.a * totals.a;
+    return e * reach + e * e * totals.terms * totals.terms + kUnderflow<Sums> * lost;
   }
 
   // An element of the gradient is off by at most e times sum over t of |d_to| |a_ti|: the gradient,
   // by e times sum over t of |d_t| |a_t|.
   template <class Sums>
-  double gradient_error(double terms) const {
+  double gradient_error(const Totals& totals) const {
     const double elements = double(batch_.activations.width) * double(batch_.errors.width);
     const int64_t positions = batch_.positions;
-    return dot_error<Sums>(positions, kRoundings, positions / kRoundings + 1) * terms +
+    return dot_error<Sums>(positions, kRoundings, positions / kRoundings + 1) * totals.terms +
            kUnderflow<Sums> * double(positions) * std::sqrt(elements);
   }
 
