@@ -9,8 +9,9 @@ DP-SGD is this flow with the identity as preconditioner.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from dpkernels.ops.noise import NoiseKey, add_gaussian_noise_
 from dpkernels.precondition import Preconditioner, Sides
 
 Reduction = Literal["mean", "sum"]
+_AS_IT_IS = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,9 @@ class Step:
         self.taken = 0
         self._tied = tied
         self._parameters = list(parameters)
-        self._sums = Sums(parameters)
+        self._sums = Sums(parameters, self.layers)
         self._sides: dict[Layer, Sides] = {}
+        self._checked: dict[Layer, Sides] = {}
         self.shapes: dict[Layer, Captured] = {}
 
     def check_preconditioner(self) -> None:
@@ -131,11 +134,18 @@ class Step:
         factors = self.clipping.factors(sq_norms, self.names, self._sums.widest)
         self._look_at(sq_norms, factors)
         factors = _scaled_down(factors, unit)
+        rounded: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         for index, layer in enumerate(self.layers):
-            if layer in current.norms:
-                sums, accumulate = self._sums.of(layer)
-                own = factors if factors.dim() == 1 else factors[index]
-                current.norms[layer].add_to(sums, _rounded_down(own, sums[0]), accumulate)
+            norms = current.norms.get(layer)
+            if norms is None:
+                continue
+            sums, accumulate = self._sums.of(layer)
+            like = sums[0]
+            key = like.device, like.dtype
+            if key not in rounded:
+                rounded[key] = _rounded_down(factors, like)
+            own = rounded[key]
+            norms.add_to(sums, own if own.dim() == 1 else own[index], accumulate)
 
     def _sample_sq_norms(self, current: Pass) -> tuple[Tensor, float]:
         """Return ``[L, B]`` of gradients of each sample's own loss, and how far that is scaled."""
@@ -187,7 +197,9 @@ class Step:
         """Return the layer's factors, the same in all microbatches of a step."""
         if layer not in self._sides:
             sides = self.preconditioner.sides(layer.name)
-            layer.check_sides(sides)
+            if sides is not self._checked.get(layer):
+                layer.check_sides(sides)
+                self._checked[layer] = sides
             self._sides[layer] = sides
         return self._sides[layer]
 
@@ -203,12 +215,13 @@ class Step:
             self.seen.sq_norms = sq_norms
 
 
-def _without_autocast(device: torch.device) -> torch.autocast:
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which products are not rounded to half precision.
 
     ``backward()`` may be called inside of the user's autocast, too.
     """
-    return torch.autocast(device.type, enabled=False)
+    kind = device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IT_IS
 
 
 def _scaled_down(factors: Tensor, scale: float) -> Tensor:

@@ -14,19 +14,22 @@ from dpkernels.ops.ghost.layer import sum_dtype
 class Sums:
     """Sums of one logical step: float32 (float64 for float64 parameters) beside the parameters.
 
+    parameters: all of them. layers: what owns them; each belongs to one, tied ones to their group.
     Memory is taken when the first layer is added and given away with the step, so that nobody who
     holds a gradient of an earlier step sees it change.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[Layer]) -> None:
         self._parameters = list(parameters)
+        self._layers = list(layers)
         self._groups: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
         for parameter in self._parameters:
             key = parameter.device, sum_dtype(parameter.dtype)
             self._groups.setdefault(key, []).append(parameter)
         self._flat: list[Tensor] = []
         self._views: dict[nn.Parameter, Tensor] = {}
-        self._written: set[nn.Parameter] = set()
+        self._of_layer: dict[Layer, list[Tensor]] = {}
+        self._written: set[Layer] = set()
 
     @property
     def widest(self) -> torch.dtype:
@@ -38,33 +41,28 @@ class Sums:
         """Return the layer's buffers, and whether they hold something to add to."""
         if not self._flat:
             self._allocate()
-        parameters = list(layer.parameters.values())
-        written = [parameter in self._written for parameter in parameters]
-        self._written.update(parameters)
-        views = [self._views[parameter] for parameter in parameters]
-        if any(written) and not all(written):
-            for view, there in zip(views, written, strict=True):
-                if not there:
-                    view.zero_()
-        return views, any(written)
+        there = layer in self._written
+        self._written.add(layer)
+        return self._of_layer[layer], there
 
     def release(self) -> tuple[list[Tensor], dict[nn.Parameter, Tensor]]:
         """Give the buffers away: one flat tensor a device and dtype, and each parameter's view.
 
-        Parameters that nothing was added to, in a step without samples all of them, are zero.
+        Layers that nothing was added to, in a step without samples all of them, are zero.
         """
         if not self._flat:
             self._allocate()
-        for parameter in self._parameters:
-            if parameter not in self._written:
-                self._views[parameter].zero_()
+        for layer, views in self._of_layer.items():
+            if layer not in self._written:
+                for view in views:
+                    view.zero_()
         flat, views = self._flat, self._views
         self.discard()
         return flat, views
 
     def discard(self) -> None:
         """Forget everything that was added."""
-        self._flat, self._views, self._written = [], {}, set()
+        self._flat, self._views, self._of_layer, self._written = [], {}, {}, set()
 
     def _allocate(self) -> None:
         for (device, dtype), parameters in self._groups.items():
@@ -73,3 +71,5 @@ class Sums:
             self._flat.append(flat)
             for parameter, part in zip(parameters, flat.split(sizes), strict=True):
                 self._views[parameter] = part.view(parameter.shape)
+        for layer in self._layers:
+            self._of_layer[layer] = [self._views[p] for p in layer.parameters.values()]

@@ -60,11 +60,8 @@ class WeightAndBias:
 
     def add_to(self, sums: Sequence[Tensor], factors: Tensor, accumulate: bool) -> None:
         """Add the weighted sum to the buffers of weight and bias."""
-        if len(sums) == 1 or isinstance(self.norms, EmbeddingNorms):
-            self.norms.weighted_sum(factors, out=sums[0], accumulate=accumulate)
-        else:
-            weight, bias = sums
-            self.norms.weighted_sum(factors, out=weight, bias_out=bias, accumulate=accumulate)
+        weight, *bias = sums
+        self.norms.add_to(weight, bias[0] if bias else None, factors, accumulate)
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class Rows:
     def add_to(self, sums: Sequence[Tensor], factors: Tensor, accumulate: bool) -> None:
         """Add the weighted sum to the buffers."""
         out = [total.view(-1) for total in sums]
-        clip.weighted_row_sum(list(self.rows), factors, out=out, accumulate=accumulate)
+        clip.add_weighted_rows(out, list(self.rows), factors, accumulate)
 
 
 def added_up(uses: Iterable[Sequence[Tensor]]) -> tuple[Tensor, ...]:

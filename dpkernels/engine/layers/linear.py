@@ -14,6 +14,8 @@ from dpkernels.engine.capture import Captured, Site
 from dpkernels.engine.layers.layer import Layer, Norms, Rows, WeightAndBias, bias_plan
 from dpkernels.ops import ghost
 from dpkernels.ops.ghost.layer import sum_dtype
+from dpkernels.ops.ghost.linear import norms_unchecked
+from dpkernels.ops.ghost.linear_plan import sizes_of
 from dpkernels.ops.ghost.plan import Plan
 from dpkernels.ops.kron import apply_factor
 from dpkernels.precondition import Sides
@@ -77,10 +79,10 @@ class LinearLayer(Layer):
             if sides.left is not None:
                 shifts = apply_factor(shifts, sides.left)
             return Rows.of([shifts])
-        bias = self.trains("bias")
-        return WeightAndBias(
-            ghost.linear_norms(activations, errors, bias=bias, left=sides.left, right=sides.right)
-        )
+        bias, right = self.trains("bias"), sides.right
+        sizes = sizes_of(activations.shape, errors.shape, right, bias)
+        a, d = (x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2) for x in captured)
+        return WeightAndBias(norms_unchecked(a, d, sizes, bias, sides.left, right))
 
     def plan(self, captured: Captured, sides: Sides) -> Plan:
         """Return the plan of ``ops.ghost``."""

@@ -139,9 +139,16 @@ def weighted_row_sum(
             f"got {_describe(factors)}"
         )
     buffers = _outputs(op, out, grads, tensors, accumulate, [factors])
-    run = backend.select(_weighted_row_sum, tensors[0].device, tensors[0].dtype)
-    run(buffers, tensors, factors if factors.dim() == 2 else factors.unsqueeze(0), accumulate)
+    add_weighted_rows(buffers, tensors, factors, accumulate)
     return buffers[0] if isinstance(grads, Tensor) else buffers
+
+
+def add_weighted_rows(
+    out: list[Tensor], grads: list[Tensor], factors: Tensor, accumulate: bool
+) -> None:
+    """``weighted_row_sum`` for callers whose buffers are known to fit: nothing is checked."""
+    run = backend.select(_weighted_row_sum, grads[0].device, grads[0].dtype)
+    run(out, grads, factors if factors.dim() == 2 else factors.unsqueeze(0), accumulate)
 
 
 def clip_and_sum(

@@ -33,7 +33,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dpkernels.ops.clip import clip_factors, row_sq_norms, weighted_row_sum
+from dpkernels.ops.clip import (
+    add_weighted_rows,
+    clip_factors,
+    row_sq_norms,
+    weighted_row_sum,
+)
 from dpkernels.ops.factor import Diagonal, Factor, Full, LowRank
 from dpkernels.ops.ghost import reference_conv
 from dpkernels.ops.ghost.conv_operator import run_conv_norms
@@ -111,17 +116,23 @@ class ConvNorms:
         like = self._activations
         shapes = shape.weight, (shape.out_channels,) if self._bias else None
         weight, bias = sum_buffers(op, (out, bias_out), shapes, like, accumulate, held)
+        self.add_to(weight, bias, factors, accumulate)
+        return weight, bias
+
+    def add_to(
+        self, weight: Tensor, bias: Tensor | None, factors: Tensor, accumulate: bool
+    ) -> None:
+        """``weighted_sum`` for callers whose buffers are known to fit: nothing is checked."""
         if self._right is None and self.formula == "materialised" and self.saved:
             # Straight into the buffers.
             targets = [weight.view(-1)] if bias is None else [weight.view(-1), bias]
             grads = [g.flatten(1) for g in self.saved[: len(targets)]]
-            weighted_row_sum(grads, factors, out=targets, accumulate=accumulate)
-            return weight, bias
+            add_weighted_rows(targets, grads, factors, accumulate)
+            return
         total, bias_total = self._sums(factors)
         write_sum(weight, total, accumulate)
         if bias is not None:
             write_sum(bias, bias_total, accumulate)
-        return weight, bias
 
     def _sums(self, factors: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sums ``[O, I]`` and ``[O]``, preconditioned."""

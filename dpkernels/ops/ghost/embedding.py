@@ -85,9 +85,16 @@ class EmbeddingNorms:
             held.append(self._scale)
         shape = (self._vocabulary, errors.shape[2])
         table = sum_buffer(op, "out", out, shape, errors, accumulate, held)
-        run = backend.select(_weighted_sum, errors.device, errors.dtype)
-        run(table, self._indices, errors, factors, self._scale, self._padding_index, accumulate)
+        self.add_to(table, None, factors, accumulate)
         return table, None
+
+    def add_to(
+        self, weight: Tensor, bias: Tensor | None, factors: Tensor, accumulate: bool
+    ) -> None:
+        """``weighted_sum`` for callers whose buffer is known to fit: nothing is checked."""
+        (errors,) = self.saved
+        run = backend.select(_weighted_sum, errors.device, errors.dtype)
+        run(weight, self._indices, errors, factors, self._scale, self._padding_index, accumulate)
 
 
 def embedding_plan(

@@ -37,6 +37,7 @@ from dpkernels.ops.ghost.layer import (
     sum_dtype,
 )
 from dpkernels.ops.ghost.linear_plan import (
+    Sizes,
     cheapest,
     sizes_of,
     stores_gradients,
@@ -92,14 +93,21 @@ class LinearNorms:
         shapes = shape, shape[:1] if self.bias else None
         held = [*self.saved, factors]
         weight, bias = sum_buffers(op, (out, bias_out), shapes, like, accumulate, held)
+        self.add_to(weight, bias, factors, accumulate)
+        return weight, bias
+
+    def add_to(
+        self, weight: Tensor, bias: Tensor | None, factors: Tensor, accumulate: bool
+    ) -> None:
+        """``weighted_sum`` for callers whose buffers are known to fit: nothing is checked."""
         if self.stored:
             totals = [weight.view(-1)] if bias is None else [weight.view(-1), bias]
             rows = _gradient_rows(self.saved, self.inputs, self.bias)
-            clip.weighted_row_sum(rows, factors, out=totals, accumulate=accumulate)
+            clip.add_weighted_rows(totals, rows, factors, accumulate)
         else:
+            like = self.saved[0]
             run = backend.select(_weighted_sum, like.device, like.dtype)
             run(weight, bias, *self.saved, factors, accumulate)
-        return weight, bias
 
 
 def linear_norms(
@@ -131,6 +139,19 @@ def linear_norms(
     checks.check_sides(op, a, d, left, right, bias)
     sizes = sizes_of(a.shape, d.shape, right, bias)
     checks.check_formula(op, formula, sizes)
+    return norms_unchecked(a, d, sizes, bias, left, right, formula)
+
+
+def norms_unchecked(
+    a: Tensor,
+    d: Tensor,
+    sizes: Sizes,
+    bias: bool,
+    left: Factor | None,
+    right: Factor | None,
+    formula: str = "auto",
+) -> LinearNorms:
+    """``linear_norms`` of ``[B, T, I]`` and ``[B, T, O]`` that are known to fit."""
     chosen = cheapest(sizes, left, right) if formula == "auto" else formula
     inputs, outputs = a.shape[2], d.shape[2]
     augment = sizes.inputs > inputs

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from dpkernels import backend
-from dpkernels.ops.clip import clip_factors, row_sq_norms, weighted_row_sum
+from dpkernels.ops.clip import add_weighted_rows, clip_factors, row_sq_norms
 from dpkernels.ops.factor import Diagonal, Factor
 from dpkernels.ops.ghost import reference_scale_shift
 from dpkernels.ops.ghost.layer import (
@@ -69,9 +69,15 @@ class ScaleShiftNorms:
         held = [factors, *self.saved]
         shapes = self._shape, self._shape if len(self.saved) == 2 else None
         weight, bias = sum_buffers(op, (out, bias_out), shapes, like, accumulate, held)
-        buffers = [weight.view(-1)] if bias is None else [weight.view(-1), bias.view(-1)]
-        weighted_row_sum(list(self.saved), factors, out=buffers, accumulate=accumulate)
+        self.add_to(weight, bias, factors, accumulate)
         return weight, bias
+
+    def add_to(
+        self, weight: Tensor, bias: Tensor | None, factors: Tensor, accumulate: bool
+    ) -> None:
+        """``weighted_sum`` for callers whose buffers are known to fit: nothing is checked."""
+        buffers = [weight.view(-1)] if bias is None else [weight.view(-1), bias.view(-1)]
+        add_weighted_rows(buffers, list(self.saved), factors, accumulate)
 
 
 def scale_shift_plan(
