@@ -65,8 +65,8 @@ class Transformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[B, CLASSES]``."""
-        # Indices for each sample, because Opacus takes nothing else.
-        places = torch.arange(x.shape[1], device=x.device).expand_as(x)
+        # Indices for each sample, in memory of their own, because Opacus takes nothing else.
+        places = torch.arange(x.shape[1], device=x.device).expand_as(x).contiguous()
         h = self.blocks(self.tokens(x) + self.positions(places))
         out: Tensor = self.head(self.norm(h).mean(1))
         return out
