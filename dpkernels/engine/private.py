@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -184,7 +184,7 @@ def make_private(
     clipping.sensitivity(step.names)
     step.check_preconditioner()
     capture = Capture(step.layer_complete, step.pass_complete)
-    undo = [capture.attach(model, modules), _hook(optimizer, step)]
+    undo = [capture.attach(model, modules), _hook(optimizer, step, parameters)]
 
     def detach() -> None:
         for one in undo:
@@ -193,8 +193,11 @@ def make_private(
     return PrivateTraining(model, optimizer, step, detach)
 
 
-def _hook(optimizer: Optimizer, step: Step) -> Callable[[], None]:
+def _hook(
+    optimizer: Optimizer, step: Step, parameters: Iterable[nn.Parameter]
+) -> Callable[[], None]:
     """Put the noisy gradient before every step of the optimizer; return what undoes it."""
+    private = {id(parameter) for parameter in parameters}
 
     def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(callable(x) for x in (*args, *kwargs.values())):
@@ -202,6 +205,7 @@ def _hook(optimizer: Optimizer, step: Step) -> Callable[[], None]:
                 "optimizer.step(closure): a closure asks for several gradients in one step, each "
                 "of which would need noise of its own; call backward(), then step()"
             )
+        _check_updated(optimizer, private)
         step.noisy_gradient()
 
     def zero_grad(set_to_none: bool = True) -> None:
@@ -217,6 +221,22 @@ def _hook(optimizer: Optimizer, step: Step) -> Callable[[], None]:
         del optimizer.zero_grad
 
     return undo
+
+
+def _check_updated(optimizer: Optimizer, private: set[int]) -> None:
+    """Raise RuntimeError if a step would use a gradient without noise, or move what is frozen.
+
+    private: ids of the parameters that get noisy gradients. 10 us for 60 parameters.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            known = id(parameter) in private
+            if parameter.requires_grad is not known or not (known or parameter.grad is None):
+                raise RuntimeError(
+                    f"optimizer.step(): a parameter of shape {list(parameter.shape)} was added, "
+                    "frozen or unfrozen after make_private, so that it would be trained without "
+                    "noise, or by noise alone; call detach(), then make_private again"
+                )
 
 
 def _check_plain(model: nn.Module) -> None:
