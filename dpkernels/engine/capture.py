@@ -96,6 +96,7 @@ class Capture:
         self._pass_complete = pass_complete
         self._current: Pass | None = None  # the call of the model that is running
         self._loose = Pass(whole=False)  # calls of layers on their own
+        self._latest = self._loose  # the pass that a layer was called in last
         self._open: Pass | None = None  # the pass of the backward pass that is running
         self._paused = False
 
@@ -168,10 +169,12 @@ class Capture:
     def _site(self, layer: Layer) -> Site:
         """Return where this call of ``layer`` delivers to."""
         if _backward_task() != -1:
-            return Site(self, layer, Pass(again=True))
+            # Of as many samples as the first time, so that the same tensors are saved.
+            first = self._open or self._latest
+            return Site(self, layer, Pass(first.batch if first.whole else None, again=True))
         if self._current is None and self._loose.task is not None:
             self._loose = Pass(whole=False)
-        current = self._current or self._loose
+        current = self._latest = self._current or self._loose
         current.calls[layer] = current.calls.get(layer, 0) + 1
         return Site(self, layer, current)
 

@@ -58,7 +58,10 @@ class EmbeddingLayer(Layer):
         )
 
     def _for_each_sample(self, indices: Tensor, batch: int | None) -> Tensor:
-        if batch is None or indices.dim() == 0:
+        if indices.dim() == 0:
+            return indices
+        if batch is None:
+            self._check_samples(indices)
             return indices
         if indices.dim() > 1:
             common = indices.shape[0] == 1 and batch > 1
@@ -66,6 +69,19 @@ class EmbeddingLayer(Layer):
         if self._holds_positions(indices, batch):
             return indices.expand(batch, *indices.shape)
         return indices
+
+    def _check_samples(self, indices: Tensor) -> None:
+        """Raise RuntimeError for positions, ``[T]`` or ``[1, T]``, of who knows how many samples.
+
+        They would be taken for the tokens of T samples, or of one.
+        """
+        row = indices[0] if indices.dim() == 2 and indices.shape[0] == 1 else indices
+        if row.dim() == 1 and row.shape[0] > 1 and _is_range(row):
+            raise RuntimeError(
+                f"{self.describe()}: its input, 0 to {row.shape[0] - 1}, looks like positions, but "
+                "how many samples they are for is not known outside of a call of the model; call "
+                "the model itself, with the samples in a tensor among its arguments"
+            )
 
     def _holds_positions(self, indices: Tensor, batch: int) -> bool:
         """Return whether a vector of indices is about positions, not one token a sample.
