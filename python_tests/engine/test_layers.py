@@ -10,6 +10,7 @@ from python_tests.engine.models import CASES, made
 from python_tests.engine.oracle import (
     assert_same,
     clipped_sum,
+    gradients_of,
     median_norm,
     private,
     private_sum,
@@ -35,6 +36,20 @@ def test_one_sample_is_a_batch_too(name):
     gradients = sample_gradients(model, inputs)
     bound = 0.5 * median_norm(gradients)
     assert_same(private_sum(model, inputs, bound), clipped_sum(gradients, bound))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_empty_batch_makes_a_step_of_noise(name):
+    model, inputs = made(name, samples=0)
+    _, optimizer = private(model, 1.0)
+    square(model(*inputs)).sum().backward()
+    optimizer.step()
+    assert not any(g.any() for g in gradients_of(model).values())
+    training, optimizer = private(made(name)[0], 1.0, noise_multiplier=1.0)
+    square(training.model(*inputs)).sum().backward()
+    optimizer.step()
+    assert training.steps == 1
+    assert all(g.abs().min() > 0 for g in gradients_of(training.model).values())
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias"])

@@ -64,7 +64,7 @@ class EmbeddingLayer(Layer):
             self._check_samples(indices)
             return indices
         if indices.dim() > 1:
-            common = indices.shape[0] == 1 and batch > 1
+            common = indices.shape[0] == 1 and batch != 1
             return indices.expand(batch, *indices.shape[1:]) if common else indices
         if self._holds_positions(indices, batch):
             return indices.expand(batch, *indices.shape)
