@@ -15,7 +15,7 @@ from dpkernels.engine.layers.conv import ConvLayer, TransposedConvLayer
 from dpkernels.engine.layers.embedding import EmbeddingBagLayer, EmbeddingLayer
 from dpkernels.engine.layers.layer import Layer, Unsupported
 from dpkernels.engine.layers.linear import LinearLayer
-from dpkernels.engine.layers.recurrent import RecurrentLayer
+from dpkernels.engine.layers.recurrent import CellLayer, RecurrentLayer
 from dpkernels.engine.layers.scale_shift import ScaleShiftLayer
 from dpkernels.engine.layers.transposed_linear import TransposedLinearLayer, is_conv1d
 
@@ -39,6 +39,9 @@ _RULES: dict[type[nn.Module], type[Layer]] = {
     nn.RNN: RecurrentLayer,
     nn.GRU: RecurrentLayer,
     nn.LSTM: RecurrentLayer,
+    nn.RNNCell: CellLayer,
+    nn.GRUCell: CellLayer,
+    nn.LSTMCell: CellLayer,
 }
 
 
@@ -92,6 +95,8 @@ def _check_attributes(
         known |= {"in_proj_bias", "bias_k", "bias_v"}
     elif isinstance(module, nn.RNNBase):
         known = set(module._flat_weights_names)
+    elif isinstance(module, nn.RNNCellBase):
+        known = {f"{x}_{part}" for x in ("weight", "bias") for part in ("ih", "hh")}
     if strange := sorted(set(trained) - known):
         raise Unsupported(
             f"{_described(name, module)} has parameters that a {kind.__name__} does not have, "

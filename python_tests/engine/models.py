@@ -106,6 +106,27 @@ class Bag(nn.Module):
         return self.output(self.bag(x))
 
 
+class Steps(nn.Module):
+    """A recurrent cell in a loop over time, from a state that is given or not."""
+
+    def __init__(self, cell: nn.Module, state: bool = False) -> None:
+        super().__init__()
+        self.cell, self.state = cell, state
+        self.before = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the last states of sequences ``[B, T, 4]``."""
+        x = self.before(x)
+        states = self._first(x) if self.state else None
+        for step in x.unbind(1):
+            states = self.cell(step, states)
+        return torch.cat(states, 1) if isinstance(states, tuple) else states
+
+    def _first(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        h = x.mean((1, 2)).unsqueeze(1).expand(-1, self.cell.hidden_size)
+        return (h, h.cos()) if isinstance(self.cell, nn.LSTMCell) else h
+
+
 def _convolution(rank: int, **options: object) -> Callable[[], nn.Module]:
     kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1]
     return lambda: nn.Sequential(kind(4, 6, 3, **options), nn.Tanh(), nn.Flatten(2))
@@ -165,6 +186,14 @@ CASES: dict[str, Case] = {
     "tied": Case(Tied, tokens(11, 5)),
     "tied, bias and padding": Case(lambda: Tied(bias=True, padding=4), tokens(11, 5)),
     "tied linears": Case(TiedLinears, vectors(5)),
+    "rnn cell": Case(lambda: Steps(nn.RNNCell(4, 5)), vectors(3, 4)),
+    "rnn cell, relu and state": Case(
+        lambda: Steps(nn.RNNCell(4, 5, bias=False, nonlinearity="relu"), state=True), vectors(3, 4)
+    ),
+    "gru cell": Case(lambda: Steps(nn.GRUCell(4, 5)), vectors(3, 4)),
+    "gru cell and state": Case(lambda: Steps(nn.GRUCell(4, 5), state=True), vectors(3, 4)),
+    "lstm cell": Case(lambda: Steps(nn.LSTMCell(4, 5)), vectors(3, 4)),
+    "lstm cell and state": Case(lambda: Steps(nn.LSTMCell(4, 5), state=True), vectors(3, 4)),
     "repeated": Case(Repeated, tokens(7, 3)),
 }
 

@@ -240,3 +240,19 @@ def test_states_of_other_samples_are_refused():
     model = private(nn.GRU(INPUT, HIDDEN, batch_first=True))
     with pytest.raises(RuntimeError, match="hidden size"):
         model(torch.zeros(2, STEPS, INPUT), torch.zeros(1, 1, HIDDEN))
+
+
+@pytest.mark.parametrize(
+    ("cell", "state"),
+    [
+        (nn.RNNCell, torch.zeros(1, HIDDEN)),
+        (nn.GRUCell, torch.zeros(HIDDEN)),
+        (nn.LSTMCell, (torch.zeros(2, HIDDEN), torch.zeros(1, HIDDEN))),
+    ],
+)
+def test_states_of_a_cell_that_are_not_one_a_sample_are_refused(cell, state):
+    model = private(cell(INPUT, HIDDEN))
+    with pytest.raises(RuntimeError, match=rf"the model itself \({cell.__name__}\).*states"):
+        model(torch.zeros(2, INPUT), state)
+    with pytest.raises(RuntimeError, match="its input must be"):
+        model(torch.zeros(INPUT))

@@ -1,4 +1,7 @@
-"""``nn.RNN``, ``nn.GRU`` and ``nn.LSTM``: each layer and direction is two products, or three."""
+"""``nn.RNN``, ``nn.GRU``, ``nn.LSTM``: each layer and direction is two products, or three.
+
+``nn.RNNCell``, ``nn.GRUCell`` and ``nn.LSTMCell`` are one step of them.
+"""
 
 from __future__ import annotations
 
@@ -93,13 +96,7 @@ class RecurrentLayer(Layer):
         self, name: str, module: nn.Module, parameters: Mapping[str, nn.Parameter]
     ) -> None:
         super().__init__(name, module, parameters)
-        self._cell: Cell
-        if isinstance(module, nn.LSTM):
-            self._cell = Lstm()
-        elif isinstance(module, nn.GRU):
-            self._cell = Gru()
-        else:
-            self._cell = Elman(relu=self.module.nonlinearity == "relu")
+        self._cell = _cell_of(module)
         directions = ("", "_reverse") if self.module.bidirectional else ("",)
         self._suffixes = [
             f"l{layer}{direction}"
@@ -193,3 +190,68 @@ class RecurrentLayer(Layer):
     def plan(self, captured: Captured, sides: Sides) -> Plan:
         """Raise: the sublayers have plans."""
         raise NotImplementedError
+
+
+class CellLayer(Layer):
+    """One step of a recurrent network: products ``ih`` of the input and ``hh`` of the state.
+
+    Called once for each step, as a rule; the steps are the positions of both products.
+    """
+
+    rule = "recurrent cell"
+
+    def __init__(
+        self, name: str, module: nn.Module, parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        super().__init__(name, module, parameters)
+        self._cell = _cell_of(module)
+        prefix = f"{name}." if name else ""
+        products = {
+            part: Product(
+                prefix + part,
+                module,
+                getattr(module, f"weight_{part}"),
+                getattr(module, f"bias_{part}"),
+            )
+            for part in ("ih", "hh")
+        }
+        self._products = {part: product for part, product in products.items() if product.parameters}
+        self.sublayers = tuple(self._products.values())
+
+    def forward(
+        self, site: Site, plain: Callable[..., Any], input: Tensor, hx: Any = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Compute the next state, and the next cell of an LSTM."""
+        module, count = self.module, 2 if self._cell.has_cell else 1
+        wanted = (input.shape[0], module.hidden_size)
+        if hx is None:
+            states = [input.new_zeros(wanted)] * count
+        else:
+            states = list(hx) if self._cell.has_cell else [hx]
+        if input.dim() != 2 or any(state.shape != wanted for state in states):
+            raise RuntimeError(
+                f"{self.describe()}: its input must be [samples, {module.input_size}] and its "
+                f"states [samples, {module.hidden_size}], got {list(input.shape)} and "
+                f"{[list(state.shape) for state in states]}"
+            )
+        sites = {part: site.of(product) for part, product in self._products.items()}
+        h, c = (*states, None)[:2]
+        weights = module.weight_ih, module.weight_hh, None, module.bias_ih, module.bias_hh
+        y, cell = captured_recurrence(self._cell, False, sites, input.unsqueeze(1), h, c, *weights)
+        return y.squeeze(1) if cell is None else (y.squeeze(1), cell)
+
+    def norms(self, captured: Captured, sides: Sides) -> Norms:
+        """Raise: the sublayers have norms."""
+        raise NotImplementedError
+
+    def plan(self, captured: Captured, sides: Sides) -> Plan:
+        """Raise: the sublayers have plans."""
+        raise NotImplementedError
+
+
+def _cell_of(module: nn.Module) -> Cell:
+    if isinstance(module, nn.LSTM | nn.LSTMCell):
+        return Lstm()
+    if isinstance(module, nn.GRU | nn.GRUCell):
+        return Gru()
+    return Elman(relu=module.nonlinearity == "relu")
