@@ -5,11 +5,14 @@ share it, too, the gradient is L + E, where L = sum_t d_t a_t^T of the linear us
 E = sum_s e_s at row token_s of the embeddings, so
 
     |L + E|^2 = |L|^2 + |E|^2 + 2 sum_{s,t} d_t[token_s] (e_s . a_t).
+
+If L and E cancel, what float64 rounded of these terms may be more than what is left. So a bound of
+that is added, about 1e-13 of ``(sum_t |d_t| |a_t| + sum_s |e_s|)^2``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +24,13 @@ from dpkernels.engine.layers.embedding import EmbeddingBagLayer, EmbeddingLayer
 from dpkernels.engine.layers.layer import Layer, Norms, Parts, Rows, Unsupported, WeightAndBias
 from dpkernels.engine.layers.linear import LinearLayer
 from dpkernels.ops import ghost
+from dpkernels.ops.ghost import EmbeddingNorms, LinearNorms
 from dpkernels.ops.ghost.layer import sum_dtype
 from dpkernels.ops.ghost.plan import Plan
+from dpkernels.ops.ghost.rounding import rounding_error
 from dpkernels.precondition import Sides
 
-# Cross terms of so many elements [T, S] of samples are formed at a time: 32 MB of float64.
+# Cross terms of so many elements of samples are formed at a time: 32 MB of float64.
 _BLOCK_ELEMENTS = 1 << 22
 
 
@@ -110,19 +115,19 @@ class TiedGroup(Layer):
         by_position = by_token = None
         if linear:
             a, d = self._linear[0].merged(linear)
-            by_position = WeightAndBias(ghost.linear_norms(a, d, bias=False))
+            by_position = ghost.linear_norms(a, d, bias=False)
         if embedding:
             tokens, e = self._embeddings[0].merged(embedding)
-            by_token = WeightAndBias(ghost.embedding_norms(tokens, e, num_embeddings=rows))
+            by_token = ghost.embedding_norms(tokens, e, num_embeddings=rows)
         if by_position is None or by_token is None:
             found = by_position or by_token
             assert found is not None
-            return found
-        cross = _cross_terms(a, d, tokens, e)
-        total = (by_position.sq_norms + by_token.sq_norms + 2 * cross).clamp(min=0)
-        # What does not come out finite is not to be mended by the clamp.
-        sound = (by_position.sq_norms + by_token.sq_norms).isfinite() & cross.isfinite()
-        return TiedNorms(by_position, by_token, torch.where(sound, total, torch.nan))
+            return WeightAndBias(found)
+        if by_position.stored:
+            total = _sq_norms_from_gradients(by_position, by_token, tokens, e)
+        else:
+            total = _sq_norms_from_positions(by_position, by_token, a, d, tokens, e)
+        return TiedNorms(WeightAndBias(by_position), WeightAndBias(by_token), total)
 
     @staticmethod
     def _without_padding(member: EmbeddingLayer, use: Captured) -> Captured:
@@ -157,19 +162,65 @@ class TiedGroup(Layer):
         raise NotImplementedError
 
 
-def _cross_terms(a: Tensor, d: Tensor, tokens: Tensor, e: Tensor) -> Tensor:
-    """Return sum_{s,t} d_t[token_s] (e_s . a_t), ``[B]`` in float64.
+def _sq_norms_from_positions(
+    linear: LinearNorms, embedding: EmbeddingNorms, a: Tensor, d: Tensor, tokens: Tensor, e: Tensor
+) -> Tensor:
+    """Return ``|L + E|^2``, ``[B]`` in float64, with the cross terms of all positions and tokens.
 
     a ``[B, T, D]``, d ``[B, T, V]``, tokens ``[B, S]``, e ``[B, S, D]``. 2 B T S D flops.
     """
     positions, count = a.shape[1], tokens.shape[1]
-    block = max(1, _BLOCK_ELEMENTS // max(1, positions * count))
-    parts = []
-    for first in range(0, a.shape[0], block):
-        at = slice(first, first + block)
+    cross = a.new_zeros(a.shape[0], dtype=torch.float64)
+    for at in _blocks(a.shape[0], positions * count):
         met = d[at].gather(2, tokens[at].unsqueeze(1).expand(-1, positions, -1)).double()
-        parts.append((met * (a[at].double() @ e[at].double().mT)).sum((1, 2)))
-    return torch.cat(parts) if parts else a.new_zeros(0, dtype=torch.float64)
+        cross[at] = (met * (a[at].double() @ e[at].double().mT)).sum(2).sum(1)
+    reach = (_lengths(a) * _lengths(d)).sum(1)
+    roundings = positions + count + a.shape[2]
+    return _with_cross_terms(linear, embedding, cross, reach + _lengths(e).sum(1), roundings)
+
+
+def _sq_norms_from_gradients(
+    linear: LinearNorms, embedding: EmbeddingNorms, tokens: Tensor, e: Tensor
+) -> Tensor:
+    """Return the same from stored L, ``sum_s L[token_s] . e_s``: the very numbers that are summed.
+
+    The products of positions differ from those by float32 roundings, which cancel with nothing.
+    """
+    gradients, width = linear.saved[0], e.shape[2]
+    cross = e.new_zeros(e.shape[0], dtype=torch.float64)
+    for at in _blocks(e.shape[0], tokens.shape[1] * width):
+        met = gradients[at].gather(1, tokens[at].unsqueeze(2).expand(-1, -1, width)).double()
+        cross[at] = (met * e[at].double()).sum(2).sum(1)
+    reach = linear.sq_norms.sqrt() + _lengths(e).sum(1)
+    return _with_cross_terms(linear, embedding, cross, reach, tokens.shape[1] + width)
+
+
+def _with_cross_terms(
+    linear: LinearNorms, embedding: EmbeddingNorms, cross: Tensor, reach: Tensor, roundings: int
+) -> Tensor:
+    """Return ``|L|^2 + |E|^2 + 2 cross`` and a bound of its rounding error; NaN if not sound.
+
+    reach: sum of the lengths of all terms of L and E, whose square is the sum of the magnitudes.
+    roundings: of each term of ``cross``, and of the sums for each token; 64 more cover the rest.
+    """
+    squares = linear.sq_norms + embedding.sq_norms
+    elements = linear.inputs * linear.outputs
+    error = 2 * rounding_error(torch.float64, roundings + 64) * reach.square()
+    error += rounding_error(torch.float64, elements) * squares
+    total = squares + 2 * cross + error
+    return torch.where(total >= 0, total, torch.nan)
+
+
+def _lengths(x: Tensor) -> Tensor:
+    lengths: Tensor = torch.linalg.vector_norm(x, dim=2, dtype=torch.float64)
+    return lengths
+
+
+def _blocks(batch: int, elements: int) -> Iterator[slice]:
+    """Yield slices of the batch, a block of elements each."""
+    block = max(1, _BLOCK_ELEMENTS // max(1, elements))
+    for first in range(0, batch, block):
+        yield slice(first, first + block)
 
 
 def tie(layers: Sequence[Layer]) -> list[TiedGroup]:
