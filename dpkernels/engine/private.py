@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -99,7 +99,7 @@ class PrivateTraining:
         return {
             "steps": self._step.taken,
             "noise_key": self._step.key.state_dict(),
-            "max_norm": bound if isinstance(bound, float) else None,
+            "max_norm": None if bound is None or isinstance(bound, Mapping) else float(bound),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

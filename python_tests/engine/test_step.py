@@ -278,6 +278,20 @@ def test_a_checkpoint_restores_the_stream_of_a_seeded_key():
     assert all(torch.equal(a, wanted[n]) for n, a in gradients_of(other).items())
 
 
+@pytest.mark.parametrize("bound", [100, 0.25])
+def test_a_checkpoint_restores_the_bound_of_adaptive_clipping(bound):
+    model, inputs = made("linear")
+    training, optimizer = private(model, dpkernels.clipping.Adaptive(bound))
+    state = training.state_dict()
+    resumed, _ = private(made("linear")[0], dpkernels.clipping.Adaptive(1.0))
+    resumed.load_state_dict(state)
+    assert resumed.sensitivity == bound
+    square(model(*inputs)).sum().backward()
+    optimizer.step()
+    resumed.load_state_dict(training.state_dict())
+    assert resumed.sensitivity == training.sensitivity != bound
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_backward_pass_inside_of_autocast_is_not_rounded(bias):
     torch.manual_seed(0)
