@@ -135,7 +135,10 @@ def make_private(
 ) -> PrivateTraining:
     """Make ``loss.backward()`` and ``optimizer.step()`` compute private gradients.
 
-    model: any ``nn.Module`` whose inputs and layers have samples as their first axis.
+    model: any ``nn.Module`` whose inputs and layers have samples as their first axis. That is
+        checked by the length of the axis, so it cannot be where a layer's first axis holds
+        something else, positions say, and is as long as the batch by chance. Call the model itself:
+        for layers called one by one the number of samples is taken from what they are given.
     optimizer: any ``torch.optim`` optimizer over its trained parameters.
     noise_multiplier: sigma >= 0; 0 gives no privacy, and says so.
     max_grad_norm: C, the norm that every sample's gradient is clipped to; or one of
@@ -145,10 +148,14 @@ def make_private(
     loss_reduction: ``mean`` if the loss is an average over the samples of its backward pass,
         ``sum`` if it is a sum (or ``backward`` gets a vector of losses and ones). An average over
         something that differs between samples (``ignore_index``, class weights) is not a mean over
-        samples: it makes gradients depend on each other, and must be summed instead.
+        samples: it makes gradients depend on each other, and must be summed instead. A matter of
+        privacy, which is not checked: with the wrong one, a sample's clipped gradient depends on
+        how many others there are.
     preconditioner: factors for each layer's gradient, applied before it is clipped.
     noise_key: from the operating system's entropy if None.
-    loss_scale: what the loss is multiplied by before ``backward()``.
+    loss_scale: what the loss is multiplied by before ``backward()``, against underflow in float16.
+        ``torch.amp.GradScaler`` is not for private training, and is refused: its scale follows
+        gradients before they are clipped. A fixed number takes its place.
     keep_norms: make ``sample_norms()`` available; not private.
 
     Any number of backward passes (microbatches) make up one logical step; none at all makes a step
@@ -205,6 +212,7 @@ def _hook(
                 "optimizer.step(closure): a closure asks for several gradients in one step, each "
                 "of which would need noise of its own; call backward(), then step()"
             )
+        _check_scale(optimizer)
         _check_updated(optimizer, private)
         step.noisy_gradient()
 
@@ -221,6 +229,19 @@ def _hook(
         del optimizer.zero_grad
 
     return undo
+
+
+def _check_scale(optimizer: Optimizer) -> None:
+    """Raise RuntimeError in ``GradScaler.step``, which tells fused optimizers its scale."""
+    if getattr(optimizer, "grad_scale", None) is None:
+        return
+    # What the scaler would take back itself after a step, so that the next one can be plain.
+    for attribute in ("grad_scale", "found_inf"):
+        vars(optimizer).pop(attribute, None)
+    raise RuntimeError(
+        "torch.amp.GradScaler follows gradients that are not private; call optimizer.step(), and "
+        "scale the loss by a fixed number that is make_private's loss_scale"
+    )
 
 
 def _check_updated(optimizer: Optimizer, private: set[int]) -> None:

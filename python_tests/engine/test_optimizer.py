@@ -13,12 +13,12 @@ import dpkernels
 from python_tests.engine.oracle import square
 
 
-def made(**options):
+def made(kind=torch.optim.SGD, **options):
     """Return a half frozen model, all of which is in the optimizer, and a batch."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, **options)
+    optimizer = kind(model.parameters(), 0.1, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         key = dpkernels.NoiseKey.from_seed(1)
@@ -98,3 +98,28 @@ def test_frozen_parameters_in_the_optimizer_stay_as_they_are():
     square(model(x)).sum().backward()
     training.optimizer.step()
     assert torch.equal(model[0].weight, before.weight) and torch.equal(model[0].bias, before.bias)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {}),
+        (torch.optim.SGD, {"fused": True}),
+        (torch.optim.Adam, {"fused": True}),
+        (torch.optim.AdamW, {}),
+    ],
+)
+def test_a_scale_that_follows_the_gradients_is_refused(kind, options):
+    model, training, x = made(kind, **options)
+    scaler = torch.amp.GradScaler("cpu")
+    before = copy.deepcopy(list(model.parameters()))
+    scaler.scale(square(model(x)).sum()).backward()
+    # Optimizers that are not fused do not get as far as the step: there is no gradient to unscale.
+    with pytest.raises((RuntimeError, AssertionError), match=r"GradScaler|No inf checks"):
+        scaler.step(training.optimizer)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert training.steps == 0 and training.noise_key.counter == 0
+    training.optimizer.zero_grad()
+    square(model(x)).sum().backward()
+    training.optimizer.step()
+    assert training.steps == 1
