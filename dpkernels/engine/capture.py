@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,12 +108,10 @@ class Capture:
             undo.append(self._route(layer))
         for layer in flattened(layers):
             undo += [self._guard(layer, p) for p in layer.parameters.values()]
-        before = model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        after = model.register_forward_hook(self._end, always_call=True)
-        undo += [before.remove, after.remove]
+        undo.append(self._enclose(model))
 
         def detach() -> None:
-            for one in undo:
+            for one in reversed(undo):
                 one()
 
         return detach
@@ -129,6 +128,24 @@ class Capture:
         # An attribute of the object hides the class's method, until it is deleted.
         module.forward = forward
         return lambda: delattr(module, "forward")
+
+    def _enclose(self, model: nn.Module) -> Callable[[], None]:
+        """Make every call of the model a pass, which is over even if it is interrupted."""
+        routed = vars(model).get("forward")
+        plain = model.forward
+
+        @wraps(plain)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self._begin(args, kwargs)
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                self._current = None
+
+        model.forward = forward
+        if routed is None:
+            return lambda: delattr(model, "forward")
+        return lambda: setattr(model, "forward", routed)
 
     @staticmethod
     def _guard(layer: Layer, parameter: nn.Parameter) -> Callable[[], None]:
@@ -155,16 +172,13 @@ class Capture:
         finally:
             self._paused = before
 
-    def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+    def _begin(self, args: Any, kwargs: Any) -> None:
         # A pass whose backward pass was broken off is dropped with all it held.
         if _backward_task() == -1:
             self._open = None
         inputs = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         batch = next((x.shape[0] for x in inputs if x.dim() > 0), None)
         self._current = Pass(batch)
-
-    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
-        self._current = None
 
     def _site(self, layer: Layer) -> Site:
         """Return where this call of ``layer`` delivers to."""
