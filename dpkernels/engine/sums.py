@@ -15,8 +15,9 @@ class Sums:
     """Sums of one logical step: float32 (float64 for float64 parameters) beside the parameters.
 
     parameters: all of them. layers: what owns them; each belongs to one, tied ones to their group.
-    Memory is taken when the first layer is added and given away with the step, so that nobody who
-    holds a gradient of an earlier step sees it change.
+    Memory is taken when the first layer is added and given away with the step. It serves again once
+    nobody holds a gradient of that step any more, so that nobody sees one change: new pages for 3
+    million parameters cost 5% of a step.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[Layer]) -> None:
@@ -27,6 +28,7 @@ class Sums:
             key = parameter.device, sum_dtype(parameter.dtype)
             self._groups.setdefault(key, []).append(parameter)
         self._flat: list[Tensor] = []
+        self._given: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._views: dict[nn.Parameter, Tensor] = {}
         self._of_layer: dict[Layer, list[Tensor]] = {}
         self._written: set[Layer] = set()
@@ -52,11 +54,12 @@ class Sums:
         """
         if not self._flat:
             self._allocate()
-        for layer, views in self._of_layer.items():
+        for layer, buffers in self._of_layer.items():
             if layer not in self._written:
-                for view in views:
-                    view.zero_()
+                for buffer in buffers:
+                    buffer.zero_()
         flat, views = self._flat, self._views
+        self._given = dict(zip(self._groups, flat, strict=True))
         self.discard()
         return flat, views
 
@@ -65,11 +68,20 @@ class Sums:
         self._flat, self._views, self._of_layer, self._written = [], {}, {}, set()
 
     def _allocate(self) -> None:
-        for (device, dtype), parameters in self._groups.items():
+        for key, parameters in self._groups.items():
             sizes = [parameter.numel() for parameter in parameters]
-            flat = torch.empty(sum(sizes), device=device, dtype=dtype)
+            flat = self._given.pop(key, None)
+            if flat is None or not _is_ours_alone(flat):
+                flat = torch.empty(sum(sizes), device=key[0], dtype=key[1])
             self._flat.append(flat)
             for parameter, part in zip(parameters, flat.split(sizes), strict=True):
                 self._views[parameter] = part.view(parameter.shape)
         for layer in self._layers:
             self._of_layer[layer] = [self._views[p] for p in layer.parameters.values()]
+
+
+def _is_ours_alone(flat: Tensor) -> bool:
+    """Return whether no other tensor shares the memory; False where torch cannot say."""
+    users = getattr(torch._C, "_storage_Use_Count", None)
+    # The tensor, and the storage object that is asked.
+    return users is not None and users(flat.untyped_storage()._cdata) == 2

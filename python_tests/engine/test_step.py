@@ -95,16 +95,35 @@ def test_sums_without_noise_are_not_handed_out():
         assert all(p.grad is not None for p in model.parameters())
 
 
-def test_gradients_that_somebody_kept_do_not_change():
+def _step_of_one(model, inputs, optimizer):
+    square(model(*inputs)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "keep", [lambda g: g, torch.Tensor.detach, lambda g: g[0], torch.Tensor.numpy]
+)
+def test_gradients_that_somebody_kept_do_not_change(keep):
     model, inputs = made("linear")
     _, optimizer = private(model, 1.0, noise_multiplier=1.0)
-    square(model(*inputs)).sum().backward()
-    optimizer.step()
-    kept = [p.grad for p in model.parameters()]
-    before = [g.clone() for g in kept]
-    square(model(*inputs)).sum().backward()
-    optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
+    _step_of_one(model, inputs, optimizer)
+    kept = keep(next(model.parameters()).grad)
+    before = copy.deepcopy(kept)
+    for _ in range(2):
+        optimizer.zero_grad()
+        _step_of_one(model, inputs, optimizer)
+    assert (kept == before).all()
+
+
+def test_memory_of_gradients_that_nobody_kept_serves_again():
+    model, inputs = made("linear")
+    _, optimizer = private(model, 1.0, noise_multiplier=1.0)
+    _step_of_one(model, inputs, optimizer)
+    address = min(p.grad.data_ptr() for p in model.parameters())
+    optimizer.zero_grad()
+    elsewhere = torch.empty(sum(p.numel() for p in model.parameters()))
+    _step_of_one(model, inputs, optimizer)
+    assert min(p.grad.data_ptr() for p in model.parameters()) == address != elsewhere.data_ptr()
 
 
 def test_zero_grad_drops_microbatches():
