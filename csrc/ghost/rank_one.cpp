@@ -31,7 +31,8 @@ class RankOnePass {
         std::clamp(2.0 * double(batch_) * work / kFlopsPerTask, 1.0, double(executor.threads)));
     // Squares of both sides' rows, as every task found them.
     std::vector<double> squares(2 * tasks * batch_, 0.0);
-    // Both sides are one line of columns, cut into equal work: no thread waits between them.
+    // Both sides are one line of columns (rows, where the rank is low), cut into equal work: no
+    // thread waits between them.
     for_each_task(executor, tasks, [&](int task) {
       double* const mine = squares.data() + 2 * task * batch_;
       const double begin = work * task / tasks, end = work * (task + 1) / tasks;
@@ -55,6 +56,7 @@ class RankOnePass {
 
   // Multiply-adds for each column of a row: those of the product, and one for its square.
   static double work_of_column(const RankOneSide& side) {
+    if (side.values != nullptr) return 1.0 + 2.0 * double(side.rank);
     return side.matrix == nullptr ? 1.0 : 1.0 + double(side.width);
   }
 
@@ -69,8 +71,20 @@ class RankOnePass {
     return static_cast<int64_t>(work / work_of_column(side)) / kGrain * kGrain;
   }
 
-  // Does the columns of a side in which its work goes from `begin` to `end`.
+  // The row at which so much of a side's work is done, if it is done row by row.
+  int64_t row_at(const RankOneSide& side, double work) const {
+    if (work <= 0.0) return 0;
+    if (work >= work_of(side)) return batch_;
+    return static_cast<int64_t>(work / work_of(side) * double(batch_));
+  }
+
+  // Does the part of a side in which its work goes from `begin` to `end`.
   void measure(const RankOneSide& side, double begin, double end, double* squares) const {
+    if constexpr (std::is_same_v<E, T>) {
+      if (side.values != nullptr) {
+        return multiply_rows(side, row_at(side, begin), row_at(side, end), squares);
+      }
+    }
     const int64_t first = column_at(side, begin), count = column_at(side, end) - first;
     if (count <= 0) return;
     if constexpr (std::is_same_v<E, T>) {
@@ -93,6 +107,38 @@ class RankOnePass {
     }
     gemm<T>(batch_, count, side.width, {static_cast<const T*>(side.rows), side.row_stride, 1},
             {matrix, side.matrix_stride, 1}, out, side.size, augment);
+  }
+
+  // Rows [first, last) of tail x + ((x V) gains) V^T, gains being values - tail.
+  void multiply_rows(const RankOneSide& side, int64_t first, int64_t last, double* squares) const {
+    const int64_t count = last - first, rank = side.rank, stride = side.matrix_stride;
+    if (count <= 0) return;
+    const T* const x = static_cast<const T*>(side.rows) + first * side.row_stride;
+    const T* const vectors = static_cast<const T*>(side.matrix);
+    const T* const values = static_cast<const T*>(side.values);
+    const T tail = static_cast<T>(side.tail);
+    T* const out = static_cast<T*>(side.transformed) + first * side.size;
+    const bool augment = side.size > side.width;
+    std::vector<T> inner(count * rank);
+    if (augment) {
+      const T* const behind = vectors + side.width * stride;
+      for (int64_t b = 0; b < count; ++b) std::copy(behind, behind + rank, &inner[b * rank]);
+    }
+    gemm<T>(count, rank, side.width, {x, side.row_stride, 1}, {vectors, stride, 1}, inner.data(),
+            rank, augment);
+    for (int64_t b = 0; b < count; ++b) {
+      for (int64_t r = 0; r < rank; ++r) inner[b * rank + r] *= values[r] - tail;
+      const T* const from = x + b * side.row_stride;
+      T* const to = out + b * side.size;
+      for (int64_t j = 0; j < side.width; ++j) to[j] = tail * from[j];
+      if (augment) to[side.width] = tail;
+    }
+    gemm<T>(count, side.size, rank, {inner.data(), rank, 1}, {vectors, 1, stride}, out, side.size,
+            /*accumulate=*/true);
+    const auto sq_norm = DPK_FOR_ISA(active_isa(), sq_norm<T>);
+    for (int64_t b = 0; b < count; ++b) {
+      squares[first + b] += sq_norm(out + b * side.size, side.size);
+    }
   }
 
   template <class V>

@@ -15,12 +15,16 @@ struct RankOneSide {
   const void* rows;
   int64_t row_stride;
   int64_t width;
-  // U [size, size] in the dtype of the rows, float or double, or null: the rows are only measured.
-  // If size is width + 1, a 1 stands behind every row.
+  // U [size, size], or V [size, rank] with `values`: then U = tail I + V diag(values - tail) V^T.
+  // In the dtype of the rows, float or double, or null: the rows are only measured. If size is
+  // width + 1, a 1 stands behind every row.
   const void* matrix;
   int64_t matrix_stride;
   int64_t size;
   void* transformed;  // [batch, size]: x U
+  const void* values;
+  int64_t rank;
+  double tail;
 };
 
 // sq_norms[b] = |U d_b|^2 |U a_b|^2, the last factor plus 1 if `bias`: a bias's gradient is d. From

@@ -24,22 +24,19 @@ namespace {
 
 // A side as the kernel takes it; keeps the tensors (or their copies) alive.
 struct Side {
-  at::Tensor rows, matrix, transformed;
+  at::Tensor rows, matrix, values, transformed;
   dpk::RankOneSide view;
 
-  Side(const at::Tensor& x, const std::optional<at::Tensor>& factor, bool augment) {
+  // factor: {}, {matrix [n, n]} or {vectors [n, r], values [r]}.
+  Side(const at::Tensor& x, at::TensorList factor, double tail, bool augment) {
     const auto with_neighbours = [](const at::Tensor& t) {
       return t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous();
     };
     rows = with_neighbours(x);
-    if (factor) {
-      TORCH_CHECK_VALUE(
-          factor->is_cpu() && factor->dim() == 2 && factor->size(0) == factor->size(1) &&
-              factor->size(0) == x.size(2) + augment && factor->scalar_type() == x.scalar_type() &&
-              (x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble),
-          "right and left must be [n, n] for rows of n elements (n + 1 if augment), "
-          "on the CPU, all float32 or all float64");
-      matrix = with_neighbours(*factor);
+    if (!factor.empty()) {
+      check_factor(x, factor, x.size(2) + augment);
+      matrix = with_neighbours(factor[0]);
+      if (factor.size() == 2) values = factor[1].contiguous();
       transformed = at::empty({x.size(0), 1, matrix.size(0)}, x.scalar_type());
     } else {
       transformed = at::empty({0}, x.scalar_type());
@@ -47,12 +44,29 @@ struct Side {
     view = {rows.const_data_ptr(),
             rows.stride(0),
             rows.size(2),
-            factor ? matrix.const_data_ptr() : nullptr,
-            factor ? matrix.stride(0) : 0,
-            factor ? matrix.size(0) : 0,
-            transformed.mutable_data_ptr()};
+            matrix.defined() ? matrix.const_data_ptr() : nullptr,
+            matrix.defined() ? matrix.stride(0) : 0,
+            matrix.defined() ? matrix.size(0) : 0,
+            transformed.mutable_data_ptr(),
+            values.defined() ? values.const_data_ptr() : nullptr,
+            values.defined() ? values.size(0) : 0,
+            tail};
   }
   Side(const Side&) = delete;
+
+  static void check_factor(const at::Tensor& x, at::TensorList factor, int64_t size) {
+    const at::ScalarType type = x.scalar_type();
+    bool fits = factor.size() <= 2 && (type == at::kFloat || type == at::kDouble);
+    for (const at::Tensor& part : factor) fits &= part.is_cpu() && part.scalar_type() == type;
+    fits = fits && factor[0].dim() == 2 && factor[0].size(0) == size;
+    if (fits && factor.size() == 1) fits = factor[0].size(1) == size;
+    if (fits && factor.size() == 2) {
+      fits = factor[1].dim() == 1 && factor[1].size(0) == factor[0].size(1);
+    }
+    TORCH_CHECK_VALUE(fits,
+                      "right and left must be [n, n], or [n, r] and [r], for rows of n elements "
+                      "(n + 1 if augment), on the CPU, all float32 or all float64");
+  }
 
   // What the sum is made from: the rows, as transformed if they are.
   dpk::Positions positions() const {
@@ -81,11 +95,11 @@ void check_output(const at::Tensor& out, at::IntArrayRef sizes, at::ScalarType t
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> ghost_linear_rank_one(
-    const at::Tensor& activations, const at::Tensor& errors, const std::optional<at::Tensor>& right,
-    const std::optional<at::Tensor>& left, bool augment, bool bias) {
-  check_vectors(activations, errors, augment, right.has_value());
+    const at::Tensor& activations, const at::Tensor& errors, at::TensorList right,
+    double right_tail, at::TensorList left, double left_tail, bool augment, bool bias) {
+  check_vectors(activations, errors, augment, !right.empty());
   const dpk::Dtype dtype = dpk::dtype_of(activations, "activations");
-  const Side a(activations, right, augment), d(errors, left, false);
+  const Side a(activations, right, right_tail, augment), d(errors, left, left_tail, false);
   at::Tensor sq_norms = at::empty({activations.size(0)}, at::kDouble);
   dpk::rank_one_sq_norms(a.view, d.view, activations.size(0), dtype, bias,
                          sq_norms.mutable_data_ptr<double>(), dpk::torch_executor());
@@ -94,9 +108,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> ghost_linear_rank_one(
 
 std::tuple<at::Tensor, at::Tensor> ghost_linear_rank_one_clip_(
     const at::Tensor& out, const std::optional<at::Tensor>& bias_out, const at::Tensor& activations,
-    const at::Tensor& errors, const std::optional<at::Tensor>& right,
-    const std::optional<at::Tensor>& left, bool augment, double max_norm, bool accumulate) {
-  check_vectors(activations, errors, augment, right.has_value());
+    const at::Tensor& errors, at::TensorList right, double right_tail, at::TensorList left,
+    double left_tail, bool augment, double max_norm, bool accumulate) {
+  check_vectors(activations, errors, augment, !right.empty());
   const int64_t batch = activations.size(0), outputs = errors.size(2);
   const at::ScalarType type = dpk::sum_type(activations.scalar_type());
   check_output(out, {outputs, activations.size(2)}, type);
@@ -106,12 +120,12 @@ std::tuple<at::Tensor, at::Tensor> ghost_linear_rank_one_clip_(
                     "max_norm must be a finite number > 0");
   std::vector<at::Tensor> outs = {out}, inputs = {activations, errors};
   if (bias_out) outs.push_back(*bias_out);
-  if (right) inputs.push_back(*right);
-  if (left) inputs.push_back(*left);
+  inputs.insert(inputs.end(), right.begin(), right.end());
+  inputs.insert(inputs.end(), left.begin(), left.end());
   dpk::check_disjoint(outs, inputs);
 
   const dpk::Dtype dtype = dpk::dtype_of(activations, "activations");
-  const Side a(activations, right, augment), d(errors, left, false);
+  const Side a(activations, right, right_tail, augment), d(errors, left, left_tail, false);
   at::Tensor sq_norms = at::empty({batch}, at::kDouble), factors = at::empty({batch}, type);
   double* const squares = sq_norms.mutable_data_ptr<double>();
   const dpk::Executor executor = dpk::torch_executor();

@@ -84,3 +84,14 @@ class LowRank:
 
 
 Factor = Full | Diagonal | LowRank
+
+
+def parts_of(factor: Factor | None) -> tuple[list[Tensor], float]:
+    """Return a factor as operators take it: [], [diagonal], [matrix] or [vectors, values]; tail."""
+    if factor is None:
+        return [], 1.0
+    if isinstance(factor, Full):
+        return [factor.matrix.detach()], 1.0
+    if isinstance(factor, Diagonal):
+        return [factor.values.detach()], 1.0
+    return [factor.vectors.detach(), factor.values.detach()], factor.tail

@@ -205,5 +205,7 @@ def absolute(factor: Factor) -> Tensor:
     if isinstance(factor, LowRank):
         vectors = factor.vectors.abs()
         gains = (factor.values - factor.tail).abs()
-        return (vectors * gains) @ vectors.T + abs(factor.tail) * torch.eye(factor.size)
+        return (vectors * gains) @ vectors.T + abs(factor.tail) * torch.eye(
+            factor.size, dtype=vectors.dtype
+        )
     return factor.dense().abs()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dpkernels.ops import clip, ghost
-from dpkernels.ops.factor import Full
+from dpkernels.ops.factor import Factor, Full, parts_of
 from dpkernels.ops.ghost import reference_linear, triton_rank_one
 from dpkernels.ops.ghost.rank_one import rank_one_clip_and_sum
 from python_tests.conftest import running_on
@@ -23,12 +26,23 @@ operators = torch.ops.dpkernels
 SIZES = [(0, 4, 5), (3, 1, 4), (3, 4, 0), (5, 7, 3), (64, 150, 40), (64, 20, 180), (300, 90, 90)]
 
 
-def sides(left: bool, right: int, outputs: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return full factors: on the left if asked for, on the right if the size is not 0."""
+def sides(
+    left: bool, right: int, outputs: int, dtype: torch.dtype, kind: str = "full"
+) -> dict[str, Any]:
+    """Return factors of a kind: on the left if asked for, on the right if the size is not 0."""
     return {
-        "left": cases.factor("full" if left else None, outputs, dtype),
-        "right": cases.factor("full" if right else None, right, dtype),
+        "left": cases.factor(kind if left else None, outputs, dtype),
+        "right": cases.factor(kind if right else None, right, dtype),
     }
+
+
+def on_threads(threads: int, run: Callable[[], None]) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        run()
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -36,15 +50,51 @@ def sides(left: bool, right: int, outputs: int, dtype: torch.dtype) -> dict[str,
 def test_sides_are_shared_out_over_any_number_of_threads(
     cpp: str, batch: int, inputs: int, outputs: int, threads: int
 ) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for dtype in (torch.float32, torch.float64):
-            a, d = cases.inputs((batch,), inputs, outputs, dtype)
-            for left, right in ((False, 0), (True, 0), (False, inputs), (True, inputs + 1)):
-                cases.check(a, d, **sides(left, right, outputs, dtype))
-    finally:
-        torch.set_num_threads(before)
+    for dtype in (torch.float32, torch.float64):
+        a, d = cases.inputs((batch,), inputs, outputs, dtype)
+        for left, right in ((False, 0), (True, 0), (False, inputs), (True, inputs + 1)):
+            factors = sides(left, right, outputs, dtype)
+            on_threads(threads, partial(cases.check, a, d, **factors))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("batch", "inputs", "outputs"), SIZES)
+@pytest.mark.parametrize("left", ["low_rank", "full", None])
+def test_low_ranks_are_shared_out_over_any_number_of_threads(
+    cpp: str, batch: int, inputs: int, outputs: int, threads: int, left: str | None
+) -> None:
+    for dtype in (torch.float32, torch.float64):
+        a, d = cases.inputs((batch,), inputs, outputs, dtype)
+        right = cases.factor("low_rank", inputs + 1, dtype)
+        other = cases.factor(left, outputs, dtype)
+
+        def check(a: Tensor = a, d: Tensor = d, right=right, other=other) -> None:
+            norms = ghost.linear_norms(a, d, left=other, right=right)
+            new_a, new_d = (x.squeeze(1) for x in norms.saved)
+            assert_transformed(new_a, torch.cat([a, torch.ones_like(a[:, :1])], 1), right)
+            assert_transformed(new_d, d, other)
+            squares = [x.double().square().sum(1) for x in (new_a, new_d)]
+            torch.testing.assert_close(norms.sq_norms, squares[0] * squares[1], rtol=1e-13, atol=0)
+
+        on_threads(threads, check)
+
+
+def assert_transformed(found: Tensor, x: Tensor, factor: Factor | None) -> None:
+    """Assert that ``found`` is ``x U`` but for two roundings of every product, and five more."""
+    if factor is None:
+        assert torch.equal(found, x)
+        return
+    exact = x.double() @ wide(factor).dense()
+    roundings = 2 * x.shape[1] + 5
+    bound = roundings * torch.finfo(x.dtype).eps * (x.double().abs() @ cases.absolute(wide(factor)))
+    # Of float64 numbers the truth itself is rounded.
+    assert ((found - exact).abs() <= 2 * bound).all()
+
+
+def wide(factor: Factor) -> Factor:
+    """Return the factor in float64."""
+    tensors = {k: v.double() for k, v in vars(factor).items() if isinstance(v, Tensor)}
+    return dataclasses.replace(factor, **tensors)
 
 
 def clipped(a: Tensor, d: Tensor, bound: float, **arguments: Any) -> ghost.LayerSum:
@@ -55,14 +105,15 @@ def clipped(a: Tensor, d: Tensor, bound: float, **arguments: Any) -> ghost.Layer
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("kind", ["full", "low_rank"])
 @pytest.mark.parametrize(("left", "right"), [(False, 0), (True, 9), (True, 10), (False, 10)])
 def test_one_call_gives_what_three_give(
-    backend: str, left: bool, right: int, dtype: torch.dtype
+    backend: str, left: bool, right: int, dtype: torch.dtype, kind: str
 ) -> None:
     a, d = cases.inputs((20,), 9, 6, dtype)
     a[3], d[5, 2], a[7] = torch.nan, torch.inf, 0.0
     for bias in (True, False) if right < 10 else (True,):
-        arguments = {"bias": bias, **sides(left, right, 6, cases.sum_dtype(dtype))}
+        arguments = {"bias": bias, **sides(left, right, 6, cases.sum_dtype(dtype), kind)}
         wanted = clipped(a, d, 2.0, **arguments)
         found = ghost.linear_clip_and_sum(a, d, 2.0, **arguments)
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
@@ -81,10 +132,12 @@ def test_buffers_are_written_and_added_to(backend: str) -> None:
     assert_as_accurate(out, wanted.weight + wanted.weight, 2 * wanted.weight.double())
 
 
-def test_one_call_is_what_serves_full_factors(cpp: str) -> None:
+def test_one_call_is_what_serves_full_factors_and_low_ranks(cpp: str) -> None:
     a, d = cases.inputs((4,), 5, 3, torch.float32)
     both = (Full(torch.eye(3)), Full(torch.eye(6)))
     assert rank_one_clip_and_sum(a, d, 1.0, True, both, (None, None), False) is not None
+    low_rank = (both[0], cases.factor("low_rank", 6, torch.float32))
+    assert rank_one_clip_and_sum(a, d, 1.0, True, low_rank, (None, None), False) is not None
     assert rank_one_clip_and_sum(a, d, 0.0, True, both, (None, None), False) is None
     diagonal = (cases.factor("diagonal", 3, torch.float32), None)
     assert rank_one_clip_and_sum(a, d, 1.0, True, diagonal, (None, None), False) is None
@@ -133,21 +186,32 @@ def test_outputs_share_no_memory(backend: str) -> None:
 
 def test_operators_called_directly_refuse_what_they_cannot_read(cpp: str) -> None:
     a, d, out = torch.ones(4, 1, 5), torch.ones(4, 1, 3), torch.zeros(3, 5)
+    none = ([], 1.0, [], 1.0)
     with pytest.raises(ValueError, match="activations and errors must be"):
-        operators.ghost_linear_rank_one(a, d[:3], None, None, False, True)
-    with pytest.raises(ValueError, match="right and left must be"):
-        operators.ghost_linear_rank_one(a, d, torch.eye(5), None, True, True)
+        operators.ghost_linear_rank_one(a, d[:3], *none, False, True)
+    vectors, values = torch.ones(6, 2), torch.ones(2)
+    wrong: list[list[Tensor]] = [
+        [torch.eye(5)],
+        [vectors],
+        [vectors[:5], values],
+        [vectors, values[:1]],
+        [vectors, values.double()],
+        [vectors, values, values],
+    ]
+    for right in wrong:
+        with pytest.raises(ValueError, match="right and left must be"):
+            operators.ghost_linear_rank_one(a, d, right, 1.0, [], 1.0, True, True)
     with pytest.raises(ValueError, match="augment needs right"):
-        operators.ghost_linear_rank_one(a, d, None, None, True, True)
+        operators.ghost_linear_rank_one(a, d, *none, True, True)
     run = operators.ghost_linear_rank_one_clip_
     with pytest.raises(ValueError, match="out and bias_out must be contiguous"):
-        run(out[:, :4], None, a, d, None, None, False, 1.0, False)
+        run(out[:, :4], None, a, d, *none, False, 1.0, False)
     with pytest.raises(ValueError, match="augment needs bias_out"):
-        run(out, None, a, d, torch.eye(6), None, True, 1.0, False)
+        run(out, None, a, d, [torch.eye(6)], 1.0, [], 1.0, True, 1.0, False)
     with pytest.raises(ValueError, match="max_norm must be"):
-        run(out, None, a, d, None, None, False, torch.inf, False)
+        run(out, None, a, d, *none, False, torch.inf, False)
     with pytest.raises(ValueError, match="shares memory"):
-        run(out, out[0, :3], a, d, None, None, False, 1.0, False)
+        run(out, out[0, :3], a, d, *none, False, 1.0, False)
     assert not out.any()
 
 
@@ -157,11 +221,12 @@ def test_opcheck() -> None:
         a, d = (x.unsqueeze(1) for x in cases.inputs((3,), 5, 6, dtype))
         out, bias = torch.zeros(6, 5, dtype=sums), torch.zeros(6, dtype=sums)
         eye = torch.eye(6, dtype=sums)
-        factors: list[tuple[Tensor | None, Tensor | None, bool]] = [(None, None, False)]
+        factors: list[tuple[list[Tensor], list[Tensor], bool]] = [([], [], False)]
         if dtype == sums:
-            factors += [(eye, None, True), (eye[:5, :5], eye, False)]
+            low_rank = [eye[:, :2].contiguous(), eye[0, :2].contiguous()]
+            factors += [([eye], [], True), ([eye[:5, :5]], [eye], False), (low_rank, [eye], True)]
         for right, left, augment in factors:
-            check, given = torch.library.opcheck, (a, d, right, left, augment)
+            check, given = torch.library.opcheck, (a, d, right, 0.5, left, 1.0, augment)
             check(operators.ghost_linear_rank_one.default, (*given, True))
             check(operators.ghost_linear_rank_one_clip_.default, (out, bias, *given, 1.0, True))
 
@@ -181,12 +246,12 @@ def test_compiled_code_sees_no_break_and_gives_the_same() -> None:
         assert torch.equal(found[4].sq_norms, wanted[4].sq_norms)
 
 
+@pytest.mark.parametrize("form", ["full", "low_rank"])
 @pytest.mark.parametrize("augment", [True, False])
-def test_the_operator_itself_gives_the_same_on_triton(augment: bool) -> None:
+def test_the_operator_itself_gives_the_same_on_triton(augment: bool, form: str) -> None:
     a, d = (x.unsqueeze(1) for x in cases.inputs((6,), 5, 3, torch.float64))
-    right, left = cases.factor("full", 5 + augment, a.dtype), cases.factor("full", 3, a.dtype)
-    assert isinstance(right, Full) and isinstance(left, Full)
-    given = (a, d, right.matrix, left.matrix, augment, 2.0, True)
+    right, left = cases.factor(form, 5 + augment, a.dtype), cases.factor("full", 3, a.dtype)
+    given = (a, d, *parts_of(right), *parts_of(left), augment, 2.0, True)
     results = []
     for module in (reference_linear, triton_rank_one):
         out, bias = a.new_ones(3, 5), a.new_ones(3)
@@ -198,9 +263,9 @@ def test_the_operator_itself_gives_the_same_on_triton(augment: bool) -> None:
 def test_the_reference_is_the_definition() -> None:
     a, d = cases.inputs((6,), 5, 3, torch.float64)
     right, left = cases.factor("full", 6, a.dtype), cases.factor("full", 3, a.dtype)
-    assert isinstance(right, Full) and isinstance(left, Full)
+    factors = (*parts_of(right), *parts_of(left))
     new_a, new_d, squares = reference_linear.rank_one(
-        a.unsqueeze(1), d.unsqueeze(1), right.matrix, left.matrix, True, False
+        a.unsqueeze(1), d.unsqueeze(1), *factors, True, False
     )
     gradients = torch.einsum("bo,bi->boi", new_d[:, 0], new_a[:, 0])
     torch.testing.assert_close(squares, gradients.square().sum((1, 2)))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpkernels.ops.checks import check_writable
-from dpkernels.ops.factor import Diagonal, Factor, Full
+from dpkernels.ops.factor import Diagonal, Factor, Full, parts_of
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
@@ -64,20 +64,12 @@ def check_factor(
     """Raise ValueError unless ``factor`` is None or fits, in the dtype of sums of ``like``."""
     check_factor_size(op, name, factor, sizes)
     wanted = sum_dtype(like.dtype)
-    for part in _parts(factor):
+    for part in parts_of(factor)[0]:
         if part.dtype != wanted or part.device != like.device:
             raise ValueError(
                 f"{op}: {name} must be {wanted} on {like.device} for inputs {describe(like)}, got "
                 f"{describe(part)}; convert it once, where it is made"
             )
-
-
-def _parts(factor: Factor | None) -> list[Tensor]:
-    if factor is None:
-        return []
-    if isinstance(factor, Full):
-        return [factor.matrix]
-    return [factor.values] if isinstance(factor, Diagonal) else [factor.vectors, factor.values]
 
 
 def check_factors(op: str, factors: Tensor, batch: int, like: Tensor) -> None:

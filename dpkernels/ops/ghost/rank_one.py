@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dpkernels import backend
-from dpkernels.ops.factor import Factor, Full
+from dpkernels.ops.factor import Diagonal, Factor, parts_of
 from dpkernels.ops.ghost import reference_linear as reference
 from dpkernels.ops.ghost.layer import DTYPES, LayerSum
 from dpkernels.ops.kron import apply_factor
@@ -28,15 +28,15 @@ def rank_one_norms(
     augment: right has the size I + 1 and acts on ``[a, 1]``; the last of ``U_A a`` is the bias.
     bias: the bias's gradient d counts too, ``|d|^2 (|a|^2 + 1)``.
 
-    2 B (I^2 + O^2) flops with full factors and 2 B (I + O) for the norms. Only full factors go to
-    the operator; what others make of the vectors comes from ``apply_factor``.
+    2 B (I^2 + O^2) flops with full factors, 4 B r (I + O) with rank r, and 2 B (I + O) for the
+    norms. What a diagonal makes of the vectors comes from ``apply_factor``.
     """
-    if right is not None and not isinstance(right, Full):
+    if isinstance(right, Diagonal):
         a, right, augment = apply_factor(a, right, bias=augment), None, False
-    if left is not None and not isinstance(left, Full):
+    if isinstance(left, Diagonal):
         d, left = apply_factor(d, left), None
     run = backend.select(_rank_one, a.device, a.dtype)
-    new_a, new_d, sq_norms = run(a, d, _matrix(right), _matrix(left), augment, bias)
+    new_a, new_d, sq_norms = run(a, d, *parts_of(right), *parts_of(left), augment, bias)
     return a if right is None else new_a, d if left is None else new_d, sq_norms
 
 
@@ -59,7 +59,7 @@ def rank_one_clip_and_sum(
     left, right = sides
     if activations.dim() != 2 or errors.dim() != 2 or activations.dtype not in _IN_ONE_CALL:
         return None
-    if not all(side is None or isinstance(side, Full) for side in sides):
+    if any(isinstance(side, Diagonal) for side in sides):
         return None
     run = backend.select(_rank_one_clip, activations.device, activations.dtype)
     if run is not _rank_one_clip.overload or torch.compiler.is_compiling():
@@ -73,30 +73,28 @@ def rank_one_clip_and_sum(
         bias_out = activations.new_empty(outputs)
     augment = bias and right is not None and right.size == inputs + 1
     vectors = activations.detach().unsqueeze(1), errors.detach().unsqueeze(1)
-    matrices = _matrix(right), _matrix(left)  # type: ignore[arg-type]
+    factors = *parts_of(right), *parts_of(left)
     if not all(x.is_cpu for x in (*vectors, weight)) or (bias_out is not None) != bias:
         return None
     try:
-        norms = run(weight, bias_out, *vectors, *matrices, augment, max_norm, accumulate)
+        norms = run(weight, bias_out, *vectors, *factors, augment, max_norm, accumulate)
     except (RuntimeError, ValueError, TypeError):
         return None
     return LayerSum(weight, bias_out, *norms)
 
 
-def _matrix(factor: Full | None) -> Tensor | None:
-    return None if factor is None else factor.matrix.detach()
-
-
 def _fake_rank_one(
     activations: Tensor,
     errors: Tensor,
-    right: Tensor | None,
-    left: Tensor | None,
+    right: list[Tensor],
+    right_tail: float,
+    left: list[Tensor],
+    left_tail: float,
     augment: bool,
     bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    def side(x: Tensor, matrix: Tensor | None) -> Tensor:
-        return x.new_empty(0) if matrix is None else x.new_empty(x.shape[0], 1, matrix.shape[0])
+    def side(x: Tensor, factor: list[Tensor]) -> Tensor:
+        return x.new_empty(x.shape[0], 1, factor[0].shape[0]) if factor else x.new_empty(0)
 
     sq_norms = activations.new_empty(activations.shape[0], dtype=torch.float64)
     return side(activations, right), side(errors, left), sq_norms
@@ -107,8 +105,10 @@ def _fake_rank_one_clip(
     bias_out: Tensor | None,
     activations: Tensor,
     errors: Tensor,
-    right: Tensor | None,
-    left: Tensor | None,
+    right: list[Tensor],
+    right_tail: float,
+    left: list[Tensor],
+    left_tail: float,
     augment: bool,
     max_norm: float,
     accumulate: bool,
@@ -117,10 +117,12 @@ def _fake_rank_one_clip(
     return activations.new_empty(batch, dtype=torch.float64), out.new_empty(batch)
 
 
-# An operator must not return what it was given: without a matrix its result is an empty tensor.
+# A factor is [], [matrix] or [vectors, values]. An operator must not return what it was given:
+# without a factor its result is an empty tensor.
 _rank_one = backend.register(
-    "ghost_linear_rank_one(Tensor activations, Tensor errors, Tensor? right, Tensor? left, "
-    "bool augment, bool bias) -> (Tensor activations, Tensor errors, Tensor sq_norms)",
+    "ghost_linear_rank_one(Tensor activations, Tensor errors, Tensor[] right, float right_tail, "
+    "Tensor[] left, float left_tail, bool augment, bool bias) "
+    "-> (Tensor activations, Tensor errors, Tensor sq_norms)",
     reference=reference.rank_one,
     fake=_fake_rank_one,
     dtypes=DTYPES,
@@ -128,8 +130,8 @@ _rank_one = backend.register(
 )
 _rank_one_clip = backend.register(
     "ghost_linear_rank_one_clip_(Tensor(a!) out, Tensor(b!)? bias_out, Tensor activations, "
-    "Tensor errors, Tensor? right, Tensor? left, bool augment, float max_norm, bool accumulate) "
-    "-> (Tensor sq_norms, Tensor factors)",
+    "Tensor errors, Tensor[] right, float right_tail, Tensor[] left, float left_tail, "
+    "bool augment, float max_norm, bool accumulate) -> (Tensor sq_norms, Tensor factors)",
     reference=reference.rank_one_clip_,
     fake=_fake_rank_one_clip,
     dtypes=_IN_ONE_CALL,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dpkernels.ops.clip import reference as clip
 from dpkernels.ops.ghost.rounding import raised, rounding_error
+from dpkernels.ops.kron import reference as kron
 
 
 def sq_norms(activations: Tensor, errors: Tensor, bias: bool, gram: bool) -> Tensor:
@@ -58,35 +59,32 @@ def weighted_sum_(
             target.copy_(total)
 
 
-def transform(x: Tensor, matrix: Tensor, augment: bool) -> tuple[Tensor, Tensor]:
-    """Return ``[x, 1] U`` (``x U`` unless ``augment``) and its rows' squared norms in float64."""
-    y = torch.addmm(matrix[-1], x, matrix[:-1]) if augment else x @ matrix
-    return y, torch.linalg.vector_norm(y, dim=1, dtype=torch.float64).square()
-
-
 def rank_one(
     activations: Tensor,
     errors: Tensor,
-    right: Tensor | None,
-    left: Tensor | None,
+    right: list[Tensor],
+    right_tail: float,
+    left: list[Tensor],
+    left_tail: float,
     augment: bool,
     bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``[a, 1] U_A``, ``d U_G`` and ``|U_A a|^2 |U_G d|^2``, one position for each sample.
 
-    The first two are empty where there is no matrix. ``bias``: the first norm counts 1 more.
+    The first two are empty where there is no factor. ``bias``: the first norm counts 1 more.
     """
-    a, a_sq_norms = _measured(activations, right, augment)
-    d, d_sq_norms = _measured(errors, left, False)
+    a, a_sq_norms = _measured(activations, right, right_tail, augment)
+    d, d_sq_norms = _measured(errors, left, left_tail, False)
     return a, d, d_sq_norms * (a_sq_norms + 1.0 if bias else a_sq_norms)
 
 
-def _measured(x: Tensor, matrix: Tensor | None, augment: bool) -> tuple[Tensor, Tensor]:
-    rows = x.squeeze(1)
-    if matrix is not None:
-        y, squares = transform(rows, matrix, augment)
-        return y.unsqueeze(1), squares
-    return x.new_empty(0), torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square()
+def _measured(x: Tensor, factor: list[Tensor], tail: float, augment: bool) -> tuple[Tensor, Tensor]:
+    rows, transformed = x.squeeze(1), x.new_empty(0)
+    if factor:
+        transformed = x.new_empty(x.shape[0], 1, factor[0].shape[0])
+        kron.apply_factor_(transformed.squeeze(1), rows, factor, tail, augment)
+        rows = transformed.squeeze(1)
+    return transformed, torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square()
 
 
 def rank_one_clip_(
@@ -94,16 +92,18 @@ def rank_one_clip_(
     bias_out: Tensor | None,
     activations: Tensor,
     errors: Tensor,
-    right: Tensor | None,
-    left: Tensor | None,
+    right: list[Tensor],
+    right_tail: float,
+    left: list[Tensor],
+    left_tail: float,
     augment: bool,
     max_norm: float,
     accumulate: bool,
 ) -> tuple[Tensor, Tensor]:
     """Clip the gradients of ``rank_one`` to ``max_norm`` and add them up; return norms, factors."""
     bias = bias_out is not None and not augment
-    a, d, squares = rank_one(activations, errors, right, left, augment, bias)
-    a, d = activations if right is None else a, errors if left is None else d
+    a, d, squares = rank_one(activations, errors, right, right_tail, left, left_tail, augment, bias)
+    a, d = a if right else activations, d if left else errors
     factors = clip.clip_factors(squares.unsqueeze(0), [max_norm], False, 0.0, out.dtype).squeeze(0)
     weighted_sum_(out, bias_out, a, d, factors, accumulate)
     return squares, factors

@@ -248,12 +248,6 @@ def weighted_sum_(
             target.copy_(total)
 
 
-def transform(x: Tensor, matrix: Tensor, augment: bool) -> tuple[Tensor, Tensor]:
-    """Return ``[x, 1] U`` (``x U`` unless ``augment``) and its rows' squared norms in float64."""
-    y = torch.addmm(matrix[-1], x, matrix[:-1]) if augment else x @ matrix
-    return y, clip_triton.row_sq_norms([y], False)
-
-
 _SHAPE = dict.fromkeys(("positions", "a_stride", "d_stride", "inputs", "outputs"), "i64")
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dpkernels import backend
 from dpkernels.ops.checks import check_writable
-from dpkernels.ops.factor import Diagonal, Factor, Full
+from dpkernels.ops.factor import Factor, parts_of
 from dpkernels.ops.kron import reference
 from dpkernels.ops.kron.inputs import DTYPES, describe
 
@@ -31,7 +31,7 @@ def apply_factor(
         raise ValueError(f"{op}: x must be [..., n] float32/bf16/fp16/float64, got {describe(x)}")
     width = x.shape[-1] + bias
     _check_factor(op, "factor", factor, width, x)
-    parts, tail = _parts(factor)
+    parts, tail = parts_of(factor)
     target, in_place = _target(op, out, x, [*x.shape[:-1], width], parts)
     if target.numel():
         run = backend.select(_apply_factor, x.device, x.dtype)
@@ -63,7 +63,7 @@ def apply_kron(
     rows, columns = x.shape[-2:]
     _check_factor(op, "left", left, rows, x)
     _check_factor(op, "right", right, columns, x)
-    (left_parts, left_tail), (right_parts, right_tail) = _parts(left), _parts(right)
+    (left_parts, left_tail), (right_parts, right_tail) = parts_of(left), parts_of(right)
     target, in_place = _target(op, out, x, list(x.shape), left_parts + right_parts)
     if target.numel():
         run = backend.select(_apply_kron, x.device, x.dtype)
@@ -81,23 +81,12 @@ def _check_factor(op: str, name: str, factor: Factor | None, size: int, x: Tenso
             f"{describe(x)}; a bias counts as one more)"
         )
     wanted = reference.sum_dtype(x.dtype)
-    for part in _parts(factor)[0]:
+    for part in parts_of(factor)[0]:
         if part.dtype != wanted or part.device != x.device:
             raise ValueError(
                 f"{op}: {name} must be {wanted} on {x.device}, as x is {x.dtype}, got "
                 f"{describe(part)}"
             )
-
-
-def _parts(factor: Factor | None) -> tuple[list[Tensor], float]:
-    """Return a factor as the operators take it: [], [diagonal], [matrix] or [vectors, values]."""
-    if factor is None:
-        return [], 1.0
-    if isinstance(factor, Full):
-        return [factor.matrix.detach()], 1.0
-    if isinstance(factor, Diagonal):
-        return [factor.values.detach()], 1.0
-    return [factor.vectors.detach(), factor.values.detach()], factor.tail
 
 
 def _target(
