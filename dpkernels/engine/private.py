@@ -73,7 +73,7 @@ class PrivateTraining:
     @property
     def nonfinite_samples(self) -> int:
         """How many samples were dropped so far. Private: it depends on the data."""
-        return int(self._step.seen.nonfinite)
+        return self._step.seen.nonfinite()
 
     def sample_norms(self) -> dict[str, Tensor]:
         """Return norms of the last microbatch's gradients, ``[B]`` for each layer, before clipping.

@@ -8,6 +8,7 @@ DP-SGD is this flow with the identity as preconditioner.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from dpkernels.precondition import Preconditioner, Sides
 
 Reduction = Literal["mean", "sum"]
 _AS_IT_IS = nullcontext()
+# Factors of so many microbatches are kept until they are counted.
+_UNCOUNTED = 64
 
 
 @dataclass(frozen=True)
@@ -50,14 +53,30 @@ class Seen:
     """What the engine counts. Private: it depends on the samples.
 
     microbatches, samples: of the logical step that is being collected, or was taken last.
-    nonfinite: samples dropped because their gradient was not finite, since the beginning.
     sq_norms: ``[L, B]`` of the last microbatch, if they are kept.
     """
 
     microbatches: int = 0
     samples: int = 0
-    nonfinite: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     sq_norms: Tensor | None = field(default=None, repr=False)
+    _dropped: int = field(default=0, repr=False)
+    _uncounted: list[Tensor] = field(default_factory=list, repr=False)
+
+    def note(self, sq_norms: Tensor, factors: Tensor) -> None:
+        """Count a microbatch: norms ``[L, B]``, factors ``[B]`` or ``[L, B]``."""
+        self.microbatches += 1
+        self.samples += sq_norms.shape[1]
+        # A sample that is not finite has the factor 0 in every layer. How many there are is counted
+        # when somebody asks: it takes time, and a GPU would have to be waited for.
+        self._uncounted.append(factors if factors.dim() == 1 else factors[0])
+        if len(self._uncounted) == _UNCOUNTED:
+            self.nonfinite()
+
+    def nonfinite(self) -> int:
+        """Return how many samples were dropped, since the beginning, as not finite."""
+        uncounted, self._uncounted = self._uncounted, []
+        self._dropped += sum(int((factors == 0).sum()) for factors in uncounted)
+        return self._dropped
 
 
 class Step:
@@ -132,7 +151,9 @@ class Step:
             parameter.grad = None
         sq_norms, unit = self._sample_sq_norms(current)
         factors = self.clipping.factors(sq_norms, self.names, self._sums.widest)
-        self._look_at(sq_norms, factors)
+        self.seen.note(sq_norms, factors)
+        if self.keep_norms:
+            self.seen.sq_norms = sq_norms
         factors = _scaled_down(factors, unit)
         rounded: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         for index, layer in enumerate(self.layers):
@@ -203,17 +224,6 @@ class Step:
             self._sides[layer] = sides
         return self._sides[layer]
 
-    def _look_at(self, sq_norms: Tensor, factors: Tensor) -> None:
-        samples = sq_norms.shape[1]
-        self.seen.microbatches += 1
-        self.seen.samples += samples
-        # A sample that is not finite has the factor 0 in every layer. Its number is not asked for
-        # here: a GPU would have to be waited for.
-        dropped = samples - torch.count_nonzero(factors if factors.dim() == 1 else factors[0])
-        self.seen.nonfinite = self.seen.nonfinite + dropped
-        if self.keep_norms:
-            self.seen.sq_norms = sq_norms
-
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which products are not rounded to half precision.
@@ -228,7 +238,10 @@ def _scaled_down(factors: Tensor, scale: float) -> Tensor:
     """Return ``scale * factors``, rounded towards zero: a norm must not grow by a rounding."""
     if scale == 1.0:
         return factors
-    return torch.nextafter(factors * scale, torch.zeros_like(factors))
+    scaled = factors * scale
+    if scale > 1 and math.frexp(scale)[0] == 0.5:  # a power of two rounds nothing
+        return scaled
+    return torch.nextafter(scaled, torch.zeros_like(scaled))
 
 
 def _rounded_down(factors: Tensor, like: Tensor) -> Tensor:

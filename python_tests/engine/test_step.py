@@ -189,6 +189,9 @@ def test_a_sample_that_is_not_finite_contributes_nothing_and_is_counted():
     optimizer.step()
     assert_same(gradients_of(model), wanted)
     assert training.nonfinite_samples == 2
+    for _ in range(100):
+        square(model(bad)).sum().backward()
+    assert training.nonfinite_samples == 202 and training.nonfinite_samples == 202
 
 
 def test_gradient_checkpointing_changes_nothing():
