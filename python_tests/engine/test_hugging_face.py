@@ -13,8 +13,9 @@ from python_tests.engine.oracle import (
     sample_gradients,
     square,
 )
+from python_tests.optional_packages import optional_package
 
-transformers = pytest.importorskip("transformers")
+transformers = optional_package("transformers")
 
 
 def logits(output):

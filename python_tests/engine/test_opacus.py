@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.training.models import Transformer, cnn, mlp, resnet20
 from dpkernels.ops.ghost.rounding import norm_limit
 from python_tests.engine.oracle import gradients_of, private
+from python_tests.optional_packages import optional_package
 
-opacus = pytest.importorskip("opacus")
-layers = pytest.importorskip("opacus.layers")
+opacus = optional_package("opacus")
+layers = optional_package("opacus.layers")
 
 BOUND = 0.5
 
