@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from dpkernels.engine import Unsupported
 from dpkernels.ops.factor import Diagonal, Full
 from dpkernels.precondition import FixedSides, Sides
 from python_tests.engine.oracle import (
@@ -93,3 +94,11 @@ def test_only_the_class_of_transformers_has_the_rule():
     training, _ = private(model, 1.0)
     square(model(torch.randn(5, 4, dtype=torch.float64))).sum().backward()
     assert [layer.rule for layer in training.report().layers] == ["transposed linear", "vmap"]
+
+
+def test_weight_shared_with_a_linear_layer_is_refused():
+    torch.manual_seed(0)
+    model = nn.Sequential(Conv1D(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    with pytest.raises(Unsupported, match=r"0 \(Conv1D\) and 1 \(Linear\)"):
+        private(model, 1.0)

@@ -95,15 +95,15 @@ def added_up(uses: Iterable[Sequence[Tensor]]) -> tuple[Tensor, ...]:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """A layer whose parameters have norms of their own: part k is about ``counts[k]`` of them."""
+class OrthogonalParts:
+    """Norms of gradients that are put together from parts; part k has ``sizes[k]`` pieces."""
 
     parts: tuple[Norms, ...]
-    counts: tuple[int, ...]
+    sizes: tuple[int, ...]
 
     @property
     def sq_norms(self) -> Tensor:
-        """Float64 ``[B]``: different parameters are orthogonal."""
+        """Float64 ``[B]``: different parts are orthogonal."""
         return torch.stack([part.sq_norms for part in self.parts]).sum(0)
 
     @property
@@ -111,12 +111,16 @@ class Parts:
         """The formulas, each once."""
         return ", ".join(dict.fromkeys(part.formula for part in self.parts))
 
+
+class Parts(OrthogonalParts):
+    """A layer whose parameters have norms of their own: part k is about ``sizes[k]`` of them."""
+
     def add_to(self, sums: Sequence[Tensor], factors: Tensor, accumulate: bool) -> None:
         """Add the weighted sums of all parts to their buffers."""
         first = 0
-        for part, count in zip(self.parts, self.counts, strict=True):
-            part.add_to(sums[first : first + count], factors, accumulate)
-            first += count
+        for part, size in zip(self.parts, self.sizes, strict=True):
+            part.add_to(sums[first : first + size], factors, accumulate)
+            first += size
 
 
 class Layer(ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,10 +53,13 @@ class CapturedLinear(torch.autograd.Function):
 captured_linear: Callable[..., Tensor] = CapturedLinear.apply
 
 
-class LinearLayer(Layer):
-    """``nn.Linear``: ghost norms; a bias that is trained alone has its gradients stored."""
+class AffineLayer(Layer):
+    """``x W^T + b``, however the module keeps W."""
 
-    rule = "linear"
+    @property
+    @abstractmethod
+    def weight(self) -> Tensor:
+        """The weight as ``[outputs, inputs]``."""
 
     def forward(self, site: Site, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         """Compute the layer's output."""
@@ -65,7 +69,24 @@ class LinearLayer(Layer):
                 f"{self.describe()}: its input must have samples as its first axis, got a vector "
                 f"of {list(x.shape)}"
             )
-        return captured_linear(x, self.module.weight, self.module.bias, site)
+        return captured_linear(x, self.weight, self.module.bias, site)
+
+    def merged(self, uses: Sequence[Captured]) -> Captured:
+        """Return the uses' positions side by side: the gradient is the sum over all of them."""
+        activations, errors = zip(*uses, strict=True)
+        return as_positions(activations), as_positions(errors)
+
+
+class LinearLayer(AffineLayer):
+    """``nn.Linear``: ghost norms; a bias that is trained alone has its gradients stored."""
+
+    rule = "linear"
+
+    @property
+    def weight(self) -> Tensor:
+        """The module's own."""
+        weight: Tensor = self.module.weight
+        return weight
 
     def norms(self, captured: Captured, sides: Sides) -> Norms:
         """Return norms from activations ``[B, *, I]`` and errors ``[B, *, O]``."""
@@ -98,14 +119,9 @@ class LinearLayer(Layer):
             element_bytes=errors.element_size(),
         )
 
-    def merged(self, uses: Sequence[Captured]) -> Captured:
-        """Return the uses' positions side by side: the gradient is the sum over all of them."""
-        activations, errors = zip(*uses, strict=True)
-        return as_positions(activations), as_positions(errors)
-
     def check_sides(self, sides: Sides) -> None:
         """Raise ValueError for factors of the wrong size."""
-        outputs, inputs = self.module.weight.shape
+        outputs, inputs = self.weight.shape
         check_sizes(self, sides, outputs, inputs)
 
 

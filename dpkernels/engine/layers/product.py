@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from dpkernels.engine.capture import Captured, Site
-from dpkernels.engine.layers.layer import Norms
+from dpkernels.engine.layers.layer import Norms, OrthogonalParts
 from dpkernels.engine.layers.linear import LinearLayer, check_sizes, computing_dtype
 from dpkernels.ops.ghost.plan import Plan
 from dpkernels.precondition import IDENTITY, Sides
@@ -89,22 +89,8 @@ class Product(LinearLayer):
         check_sizes(self, sides, outputs, inputs)
 
 
-@dataclass(frozen=True)
-class RowBlocks:
+class RowBlocks(OrthogonalParts):
     """Norms of parameters whose rows were used apart: part k is about ``sizes[k]`` rows."""
-
-    parts: tuple[Norms, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def sq_norms(self) -> Tensor:
-        """Float64 ``[B]``: different rows are orthogonal."""
-        return torch.stack([part.sq_norms for part in self.parts]).sum(0)
-
-    @property
-    def formula(self) -> str:
-        """The formulas, each once."""
-        return ", ".join(dict.fromkeys(part.formula for part in self.parts))
 
     def add_to(self, sums: Sequence[Tensor], factors: Tensor, accumulate: bool) -> None:
         """Add the weighted sum of each part to its rows of the buffers."""

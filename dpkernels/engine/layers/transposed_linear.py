@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 from torch import Tensor, nn
 
-from dpkernels.engine.capture import Captured, Site
-from dpkernels.engine.layers.layer import Layer, Norms, Parts, Rows, WeightAndBias
-from dpkernels.engine.layers.linear import as_positions, captured_linear
+from dpkernels.engine.capture import Captured
+from dpkernels.engine.layers.layer import Norms, Parts, Rows, WeightAndBias
+from dpkernels.engine.layers.linear import AffineLayer, as_positions
 from dpkernels.ops import ghost
 from dpkernels.ops.ghost.layer import sum_dtype
 from dpkernels.ops.ghost.plan import Plan
@@ -31,7 +28,7 @@ def is_conv1d(module: nn.Module) -> bool:
     )
 
 
-class TransposedLinearLayer(Layer):
+class TransposedLinearLayer(AffineLayer):
     """``x W + b``: a linear layer with activations and errors swapped; the bias has its own part.
 
     Factors are those of the linear layer: ``left`` for the outputs, ``right`` for the inputs.
@@ -39,15 +36,11 @@ class TransposedLinearLayer(Layer):
 
     rule = "transposed linear"
 
-    def forward(self, site: Site, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the layer's output."""
-        (x,) = (*args, *kwargs.values())
-        if x.dim() < 2:
-            raise RuntimeError(
-                f"{self.describe()}: its input must have samples as its first axis, got a vector "
-                f"of {list(x.shape)}"
-            )
-        return captured_linear(x, self.module.weight.t(), self.module.bias, site)
+    @property
+    def weight(self) -> Tensor:
+        """The module's own, transposed."""
+        weight: Tensor = self.module.weight
+        return weight.t()
 
     def norms(self, captured: Captured, sides: Sides) -> Norms:
         """Return norms from activations ``[B, *, I]`` and errors ``[B, *, O]``."""
@@ -77,14 +70,9 @@ class TransposedLinearLayer(Layer):
             element_bytes=errors.element_size(),
         )
 
-    def merged(self, uses: Sequence[Captured]) -> Captured:
-        """Return the uses' positions side by side: the gradient is the sum over all of them."""
-        activations, errors = zip(*uses, strict=True)
-        return as_positions(activations), as_positions(errors)
-
     def check_sides(self, sides: Sides) -> None:
         """Raise ValueError for factors of the wrong size; the bias is not a column here."""
-        inputs, outputs = self.module.weight.shape
+        outputs, inputs = self.weight.shape
         for name, factor, size in (("left", sides.left, outputs), ("right", sides.right, inputs)):
             if factor is not None and factor.size != size:
                 raise ValueError(
