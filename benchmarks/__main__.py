@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.readme is not None:
         found = Report.read((options.output or _RESULTS) / "kernels.json")
-        report.rewrite_section(options.readme, report.markdown(found))
+        report.rewrite_section(options.readme, "kernels", report.markdown(found))
         return 0
     result = _measure(options)
     print(report.table(result))

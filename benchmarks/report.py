@@ -7,9 +7,6 @@ from pathlib import Path
 from benchmarks.results import Measurement, Report, Result
 from benchmarks.timing import Spread
 
-BEGIN = "<!-- kernels:begin -->"
-END = "<!-- kernels:end -->"
-
 _NOT_AVAILABLE = "n/a"
 
 
@@ -36,20 +33,21 @@ def markdown(report: Report) -> str:
     return "\n".join([*lines, "", _machine(report)])
 
 
-def rewrite_section(readme: Path, text: str) -> None:
-    """Replace what stands between the two marks in ``readme`` by ``text``.
+def rewrite_section(readme: Path, name: str, text: str) -> None:
+    """Replace what stands between the two marks of that name in ``readme`` by ``text``.
 
     Raises ValueError unless each mark is there once, in order.
     """
+    first, last = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     content = readme.read_text()
-    before, begin, rest = content.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in before + after:
+    before, begin, rest = content.partition(first)
+    _, end, after = rest.partition(last)
+    if not begin or not end or first in rest or last in before + after:
         raise ValueError(
-            f"rewrite_section: {readme.name} must have one line {BEGIN} and, after it, one line "
-            f"{END}; put them where the table belongs"
+            f"rewrite_section: {readme.name} must have one line {first} and, after it, one line "
+            f"{last}; put them where the table belongs"
         )
-    readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+    readme.write_text(f"{before}{first}\n{text}\n{last}{after}")
 
 
 def picture(report: Report, path: Path) -> None:

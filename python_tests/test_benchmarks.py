@@ -279,23 +279,26 @@ def test_report_survives_json(tmp_path, clock):
     assert Report.read(tmp_path / "kernels.json") == written
 
 
+BEGIN, END = "<!-- kernels:begin -->", "<!-- kernels:end -->"
+
+
 def test_readme_section_is_rewritten_from_the_json(tmp_path, clock):
     a_report(clock).write(tmp_path / "kernels.json")
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.BEGIN}\nold figures\n{report.END}\nafter\n")
+    readme.write_text(f"before\n{BEGIN}\nold figures\n{END}\nafter\n")
     for _ in range(2):
         assert command.main(["--readme", str(readme), "--output", str(tmp_path)]) == 0
         text = readme.read_text()
-        assert text.startswith(f"before\n{report.BEGIN}\n")
-        assert text.endswith(f"\n{report.END}\nafter\n")
+        assert text.startswith(f"before\n{BEGIN}\n")
+        assert text.endswith(f"\n{END}\nafter\n")
         assert "old figures" not in text and "3.00x" in text and "met: 3.00x of 2x" in text
         assert "012345678 with uncommitted changes" in text
 
 
-@pytest.mark.parametrize("content", ["no marks", f"{report.END}\n{report.BEGIN}", report.BEGIN])
+@pytest.mark.parametrize("content", ["no marks", f"{END}\n{BEGIN}", BEGIN])
 def test_readme_without_marks_is_left_alone(tmp_path, content):
     readme = tmp_path / "README.md"
     readme.write_text(content)
     with pytest.raises(ValueError, match="kernels:begin"):
-        report.rewrite_section(readme, "figures")
+        report.rewrite_section(readme, "kernels", "figures")
     assert readme.read_text() == content

@@ -1,7 +1,8 @@
 """Measure private training: ``python -m benchmarks.training``.
 
 Writes ``training.json``, ``training.md``, ``training.png`` and ``training_growth.png`` to
-``benchmarks/results``; a partial run (``--only``, ``--no-growth``) only where ``--output`` says.
+``benchmarks/results``, and the table to the README; a partial run (``--only``, ``--no-growth``)
+only where ``--output`` says.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from pathlib import Path
 import torch
 
 from benchmarks import provenance
+from benchmarks.report import rewrite_section
 from benchmarks.training import report, scaling
 from benchmarks.training.forms import FORMS
 from benchmarks.training.measure import WorkloadResult, measure
 from benchmarks.training.models import WORKLOADS
 from dpkernels import backend
 
-_RESULTS = Path(__file__).resolve().parent.parent / "results"
+_ROOT = Path(__file__).resolve().parent.parent.parent
+_RESULTS = _ROOT / "benchmarks" / "results"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,7 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
     partial = options.only != "*" or options.forms != "*" or not options.growth
     output = options.output or (None if partial else _RESULTS)
     if output is not None:
-        _write(output, where, found, growth)
+        text = _write(output, where, found, growth)
+        if output == _RESULTS:
+            rewrite_section(_ROOT / "README.md", "training", text)
     return 0
 
 
@@ -57,17 +62,20 @@ def _write(
     where: dict[str, object],
     found: list[WorkloadResult],
     growth: dict[str, tuple[tuple[int, ...], list[WorkloadResult]]],
-) -> None:
+) -> str:
+    """Write JSON, table and pictures; return the table with where it was measured."""
     output.mkdir(parents=True, exist_ok=True)
     title = f"{where['cpu']}, {where['threads']} threads, commit {str(where['commit'])[:7]}"
+    text = f"{title}\n\n{report.table(found)}" if found else title
     everything = {"models": found, **{name: results for name, (_, results) in growth.items()}}
     report.write(output / "training.json", where, everything)
     if found:
-        (output / "training.md").write_text(f"{title}\n\n{report.table(found)}\n")
+        (output / "training.md").write_text(f"{text}\n")
         report.bars(found, output / "training.png", title)
     if growth:
         report.curves(growth, output / "training_growth.png", title)
     print(f"written: {output}")
+    return text
 
 
 def _parser() -> argparse.ArgumentParser:
