@@ -16,7 +16,7 @@ from benchmarks.timing import Budget, Call, Spread, measure
 
 # Beyond this no cache helps, and a larger buffer would only take longer.
 _LARGEST_BUFFER = 256 * 2**20
-_GEMM_SIZE = 1536
+GEMM_SIZE = 1536
 _NORMALS = 1 << 22
 
 
@@ -37,10 +37,15 @@ class Rate:
     per_second: float
 
 
-def probes(bound: Bound, bytes_moved: int, device: torch.device) -> list[Probe]:
-    """Return the probes of ``bound`` that move about ``bytes_moved`` bytes."""
+def probes(
+    bound: Bound, bytes_moved: int, device: torch.device, gemm_size: int = GEMM_SIZE
+) -> list[Probe]:
+    """Return the probes of ``bound`` that move about ``bytes_moved`` bytes.
+
+    gemm_size: rows and columns of the matrices whose product is the bound of ``gemm``.
+    """
     if bound == "gemm":
-        return [_gemm(device)]
+        return [_gemm(gemm_size, device)]
     if bound == "read":
         return _reads(min(bytes_moved, _LARGEST_BUFFER), device)
     return _updates(min(bytes_moved, _LARGEST_BUFFER), device)
@@ -70,10 +75,10 @@ def _updates(bytes_moved: int, device: torch.device) -> list[Probe]:
     ]
 
 
-def _gemm(device: torch.device) -> Probe:
-    a, b = (torch.ones(_GEMM_SIZE, _GEMM_SIZE, device=device) for _ in range(2))
+def _gemm(size: int, device: torch.device) -> Probe:
+    a, b = (torch.ones(size, size, device=device) for _ in range(2))
     out = torch.empty_like(a)
-    return Probe("mm", lambda: torch.mm(a, b, out=out), 2.0 * _GEMM_SIZE**3)
+    return Probe("mm", lambda: torch.mm(a, b, out=out), 2.0 * size**3)
 
 
 def _normals(device: torch.device) -> Probe:

@@ -14,7 +14,7 @@ import torch
 import dpkernels
 from benchmarks.accuracy import Judge
 from benchmarks.compiled import compile_form, forget_compiled, time_limit
-from benchmarks.machine import best_rate, probes
+from benchmarks.machine import GEMM_SIZE, best_rate, probes
 from benchmarks.memory import peak_extra_memory
 from benchmarks.registry import Case, Form, Inputs, Outputs, make_inputs
 from benchmarks.results import Kind, Measurement, Result
@@ -27,11 +27,15 @@ _SCREENING_ROUNDS = 7
 
 @dataclass(frozen=True)
 class Options:
-    """How to run: how long, with ``torch.compile`` or not, and how long that may take."""
+    """How to run: how long, with ``torch.compile`` or not, and how long that may take.
+
+    gemm_size: of the matrix product that is the bound of cases made of products.
+    """
 
     budget: Budget
     compile: bool = True
     compile_seconds: int = 180
+    gemm_size: int = GEMM_SIZE
 
 
 @dataclass
@@ -75,7 +79,7 @@ def run_case(case: Case, device: torch.device, options: Options) -> Result:
     compiled = _compiled(case, running, inputs, judge, options)
     result.measurements += [c.found for c in compiled]
     running = [ours, *running, *(c for c in compiled if c.found.status == "ok")]
-    _time(case, result, running, device, options.budget)
+    _time(case, result, running, device, options)
     return result
 
 
@@ -138,11 +142,12 @@ def _compiled(
 
 
 def _time(
-    case: Case, result: Result, running: list[_Contender], device: torch.device, budget: Budget
+    case: Case, result: Result, running: list[_Contender], device: torch.device, options: Options
 ) -> None:
     """Time everything in turn, the bound's probes too, and fill in the result."""
-    bound_probes = probes(case.bound, case.bytes_moved, device)
-    times = measure([*running, *(probe.call for probe in bound_probes)], budget, device)
+    bound_probes = probes(case.bound, case.bytes_moved, device, options.gemm_size)
+    probing = [probe.call for probe in bound_probes]
+    times = measure([*running, *probing], options.budget, device)
     for contender, sample in zip(running, times, strict=False):
         contender.times = sample
         _record_times(case, contender.found, Spread.of(sample))
