@@ -78,7 +78,7 @@ class ConvNorms:
     formula: str
     saved: tuple[Tensor, ...] = field(repr=False)
     _shape: ConvShape = field(repr=False)
-    _activations: Tensor = field(repr=False)
+    _activations: Tensor = field(repr=False)  # empty, like the errors, if gradients are saved
     _errors: Tensor = field(repr=False)  # under the left factor
     _right: Factor | None = field(repr=False)  # None if what is saved is under it
     _bias: bool = field(repr=False)
@@ -258,6 +258,9 @@ def conv_norms(
         keep = formula == "materialised" and gradients_kept(shape)
         sq_norms, *kept = run_conv_norms(shape, x, d, bias, scale, formula, keep)
         saved = tuple(kept) if keep else ()
+    if saved and formula == "materialised":
+        # The sum is made from them: it need not keep activations and errors alive.
+        x, d = x.new_empty(0), d.new_empty(0)
     return ConvNorms(sq_norms, formula, saved, shape, x, d, right, bias)
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dpkernels.ops.factor import Diagonal, Factor
+from dpkernels.ops.factor import Factor, Full, LowRank
 from dpkernels.ops.ghost.plan import Plan, factor_elements, factor_flops, sum_bytes
 
 Size = int | Sequence[int]
@@ -241,16 +241,15 @@ def _kept(
 ) -> int:
     wide = sum_bytes(element_bytes)
     errors = shape.out_channels * shape.positions
-    late = formula == "materialised" and transforms_gradients(shape, left)
-    early = left is not None and not late
-    kept = errors if early else 0
-    if early and element_bytes < wide:
+    if formula == "materialised" and gradients_kept(shape):
+        whole = transforms_gradients(shape, left) or isinstance(right, Full | LowRank)
+        gradient = shape.out_channels * (shape.columns + int(bias or whole))
+        return shape.batch * gradient * wide
+    kept = 0 if left is None else errors
+    if left is not None and element_bytes < wide:
         kept += shape.channels * math.prod(shape.input)
     if formula == "rank_one":
         size = shape.columns if right is None else right.size
         copied = left is None and element_bytes < wide
         kept += shape.groups * size + (errors if copied else 0)
-    elif formula == "materialised" and gradients_kept(shape):
-        with_bias = bias or late or not (right is None or isinstance(right, Diagonal))
-        kept += shape.out_channels * (shape.columns + int(with_bias))
     return shape.batch * kept * wide
