@@ -101,7 +101,7 @@ class Step:
         self.taken = 0
         self._tied = tied
         self._parameters = list(parameters)
-        self._sums = Sums(parameters, self.layers)
+        self._sums = Sums(self.layers)
         self._sides: dict[Layer, Sides] = {}
         self._checked: dict[Layer, Sides] = {}
         self.shapes: dict[Layer, Captured] = {}
@@ -157,7 +157,8 @@ class Step:
         factors = _scaled_down(factors, unit)
         rounded: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         for index, layer in enumerate(self.layers):
-            norms = current.norms.get(layer)
+            # Taken out, so that what it holds is free before the next buffers are needed.
+            norms = current.norms.pop(layer, None)
             if norms is None:
                 continue
             sums, accumulate = self._sums.of(layer)

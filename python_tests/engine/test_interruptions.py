@@ -14,7 +14,7 @@ import dpkernels
 from dpkernels.engine import step as engine_step
 from dpkernels.engine.capture import Capture
 from dpkernels.engine.clipping import Flat
-from dpkernels.ops import ghost
+from dpkernels.ops.ghost import linear
 from python_tests.engine.models import made
 from python_tests.engine.oracle import gradients_of, private, square
 
@@ -27,9 +27,9 @@ def last_linear(model):
 PLACES = {
     "forward": lambda model: (last_linear(model), "forward"),
     "capture": lambda model: (Capture, "take"),
-    "norms": lambda model: (ghost, "linear_norms"),
+    "norms": lambda model: (linear, "norms_unchecked"),
     "factors": lambda model: (Flat, "factors"),
-    "sums": lambda model: (ghost.LinearNorms, "weighted_sum"),
+    "sums": lambda model: (linear.LinearNorms, "add_to"),
     "noise": lambda model: (engine_step, "add_gaussian_noise_"),
     "end of the step": lambda model: (Flat, "end_step"),
     "optimizer": lambda model: (sys.modules[torch.optim.SGD.__module__], "sgd"),

@@ -14,8 +14,8 @@ from torch.nn import functional
 from dpkernels.engine.capture import Captured, Site
 from dpkernels.engine.layers.layer import Layer, Norms, Rows, WeightAndBias, bias_plan
 from dpkernels.ops import ghost
+from dpkernels.ops.ghost import linear as linear_ops
 from dpkernels.ops.ghost.layer import sum_dtype
-from dpkernels.ops.ghost.linear import norms_unchecked
 from dpkernels.ops.ghost.linear_plan import sizes_of
 from dpkernels.ops.ghost.plan import Plan
 from dpkernels.ops.kron import apply_factor
@@ -103,7 +103,7 @@ class LinearLayer(AffineLayer):
         bias, right = self.trains("bias"), sides.right
         sizes = sizes_of(activations.shape, errors.shape, right, bias)
         a, d = (x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2) for x in captured)
-        return WeightAndBias(norms_unchecked(a, d, sizes, bias, sides.left, right))
+        return WeightAndBias(linear_ops.norms_unchecked(a, d, sizes, bias, sides.left, right))
 
     def plan(self, captured: Captured, sides: Sides) -> Plan:
         """Return the plan of ``ops.ghost``."""
