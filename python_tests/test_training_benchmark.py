@@ -39,6 +39,13 @@ def test_stored_gradients_show_in_the_memory():
     assert result.of("DP-SGD").memory_ratio < 2
 
 
+@pytest.mark.parametrize("name", ["MLP", "transformer"])
+def test_memory_is_within_its_bound(name):
+    workload = next(w for w in WORKLOADS if w.name.startswith(name))
+    result = measure(workload, ["plain SGD", "DP-SGD", "full rank"], seconds=0.0)
+    assert result.of("DP-SGD").memory_ratio <= 1.3 and result.of("full rank").memory_ratio <= 1.3
+
+
 def spread(milliseconds):
     return Spread(milliseconds, milliseconds, milliseconds, milliseconds, milliseconds, 3)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.memory import PeakMemory, peak_extra_memory
 from benchmarks.timing import Spread, interleave
@@ -90,9 +90,8 @@ def measure(workload: Workload, names: Sequence[str], seconds: float) -> Workloa
     for name, (step, _) in steps.items():
         found = result.of(name)
         assert found is not None
-        gradients = _clear(models[name])
+        _clear(models[name])
         found.memory = peak_extra_memory(step, _CPU)
-        del gradients
         found.peak_bytes = weights + found.memory.allocated
     plain = result.of("plain SGD")
     assert plain is not None and plain.peak_bytes is not None
@@ -102,19 +101,13 @@ def measure(workload: Workload, names: Sequence[str], seconds: float) -> Workloa
     return result
 
 
-def _clear(model: nn.Module) -> list[Tensor | None]:
-    """Drop what earlier steps left at the parameters; return the gradients.
-
-    As long as somebody holds those, their memory cannot be lent to the next step, which then counts
-    the memory of its own.
-    """
-    gradients = [parameter.grad for parameter in model.parameters()]
+def _clear(model: nn.Module) -> None:
+    """Drop what earlier steps left at the parameters."""
     for parameter in model.parameters():
         for attribute in ("grad", "grad_sample", "summed_grad", "_norm_sample"):
             if getattr(parameter, attribute, None) is not None:
                 setattr(parameter, attribute, None)
     gc.collect()
-    return gradients
 
 
 def _time(

@@ -115,17 +115,6 @@ def test_gradients_that_somebody_kept_do_not_change(keep):
     assert (kept == before).all()
 
 
-def test_memory_of_gradients_that_nobody_kept_serves_again():
-    model, inputs = made("linear")
-    _, optimizer = private(model, 1.0, noise_multiplier=1.0)
-    _step_of_one(model, inputs, optimizer)
-    address = min(p.grad.data_ptr() for p in model.parameters())
-    optimizer.zero_grad()
-    elsewhere = torch.empty(sum(p.numel() for p in model.parameters()))
-    _step_of_one(model, inputs, optimizer)
-    assert min(p.grad.data_ptr() for p in model.parameters()) == address != elsewhere.data_ptr()
-
-
 def test_zero_grad_drops_microbatches():
     model, inputs = made("linear")
     wanted = private_sum(model, inputs, 1.0)
