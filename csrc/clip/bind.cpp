@@ -90,6 +90,27 @@ at::Tensor clip_factors(const at::Tensor& sq_norms, at::ArrayRef<double> max_nor
   return factors;
 }
 
+at::Tensor layer_factors(at::TensorList sq_norms, double scale, double max_norm, bool normalise,
+                         double gamma, at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(!sq_norms.empty() && (dtype == at::kFloat || dtype == at::kDouble),
+                    "sq_norms must be a list of tensors, and dtype float32 or float64");
+  const int64_t batch = sq_norms[0].numel();
+  std::vector<at::Tensor> held;
+  std::vector<const double*> rows;
+  for (const at::Tensor& row : sq_norms) {
+    TORCH_CHECK_VALUE(
+        row.is_cpu() && row.scalar_type() == at::kDouble && row.dim() == 1 && row.numel() == batch,
+        "sq_norms must be float64 CPU tensors [B]");
+    held.push_back(row.contiguous());
+    rows.push_back(held.back().const_data_ptr<double>());
+  }
+  at::Tensor factors = at::empty({batch}, dtype);
+  dpk::layer_factors(rows.data(), static_cast<int64_t>(rows.size()), batch, scale,
+                     {&max_norm, 1, normalise, gamma}, dtype == at::kDouble,
+                     factors.mutable_data_ptr());
+  return factors;
+}
+
 void weighted_row_sum_(at::TensorList out, at::TensorList grads, const at::Tensor& factors,
                        bool accumulate) {
   Gradients gradients(grads);
@@ -130,6 +151,7 @@ std::tuple<at::Tensor, at::Tensor> clip_and_sum_(at::TensorList out, at::TensorL
 TORCH_LIBRARY_IMPL(dpkernels, CPU, m) {
   m.impl("row_sq_norms", row_sq_norms);
   m.impl("clip_factors", clip_factors);
+  m.impl("layer_factors", layer_factors);
   m.impl("weighted_row_sum_", weighted_row_sum_);
   m.impl("clip_and_sum_", clip_and_sum_);
 }

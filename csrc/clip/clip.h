@@ -71,6 +71,11 @@ void row_sq_norms(const Rows& rows, bool per_tensor, double* sq_norms, const Exe
 void clip_factors(const double* sq_norms, int64_t batch, const ClipRule& rule, bool wide,
                   void* factors);
 
+// factors [batch] of samples whose gradients are spread over layers: sq_norms is [layers][batch],
+// of gradients that are `scale` times too small, and what is returned is `scale` times the factor.
+void layer_factors(const double* const* sq_norms, int64_t layers, int64_t batch, double scale,
+                   const ClipRule& rule, bool wide, void* factors);
+
 // out (+)= sum over rows of factor * row; factors: [1, batch] or [count, batch]. A factor of zero
 // leaves its row out, whatever it holds.
 void weighted_row_sum(const Rows& rows, const void* factors, int64_t factor_rows, bool accumulate,

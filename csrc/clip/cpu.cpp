@@ -318,4 +318,21 @@ void clip_factors(const double* sq_norms, int64_t batch, const ClipRule& rule, b
   store_factors(rule, sq_norms, batch, 0, batch, wide, factors);
 }
 
+void layer_factors(const double* const* sq_norms, int64_t layers, int64_t batch, double scale,
+                   const ClipRule& rule, bool wide, void* factors) {
+  for (int64_t b = 0; b < batch; ++b) {
+    double total = 0.0;
+    for (int64_t l = 0; l < layers; ++l) total += sq_norms[l][b];
+    total *= scale * scale;
+    const bool valid = std::isfinite(total) && total >= 0.0;
+    const double factor =
+        valid ? scale * clip_factor(total, rule.bounds[0], rule.normalise, rule.gamma) : 0.0;
+    if (wide) {
+      static_cast<double*>(factors)[b] = std::min(factor, std::numeric_limits<double>::max());
+    } else {
+      static_cast<float*>(factors)[b] = round_factor_down(factor);
+    }
+  }
+}
+
 }  // namespace dpk

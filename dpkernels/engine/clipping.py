@@ -1,13 +1,13 @@
 """Ways to bound what one sample can do to a step.
 
-Each turns the squared norms of the layers, ``[L, B]`` float64, into factors for every layer and
-says how far the sum of the clipped gradients can move when one sample is added or removed.
+Each turns the squared norms of the layers, float64 ``[B]``, into factors for every layer and says
+how far the sum of the clipped gradients can move when one sample is added or removed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -34,10 +34,17 @@ class NoisyCount:
 class Clipping(Protocol):
     """What the engine asks of a way to clip."""
 
-    def factors(self, sq_norms: Tensor, layers: tuple[str, ...], dtype: torch.dtype) -> Tensor:
+    def factors(
+        self,
+        sq_norms: Sequence[Tensor],
+        scale: float,
+        layers: tuple[str, ...],
+        dtype: torch.dtype,
+    ) -> Tensor:
         """Return factors ``[B]`` for all layers, or ``[L, B]``, rounded towards zero.
 
-        sq_norms: float64 ``[L, B]``, row l of layer ``layers[l]``.
+        sq_norms: float64 ``[B]`` of each of ``layers``, of gradients that are ``1 / scale`` of each
+            sample's own. The factors are for gradients as they are: ``scale`` times larger.
         """
         ...
 
@@ -81,9 +88,15 @@ class Flat(_Fixed):
     def __post_init__(self) -> None:
         check_finite("Flat", "max_norm", self.max_norm, above=0.0)
 
-    def factors(self, sq_norms: Tensor, layers: tuple[str, ...], dtype: torch.dtype) -> Tensor:
+    def factors(
+        self,
+        sq_norms: Sequence[Tensor],
+        scale: float,
+        layers: tuple[str, ...],
+        dtype: torch.dtype,
+    ) -> Tensor:
         """Return ``[B]``."""
-        return clip.clip_factors(sq_norms.sum(0), self.max_norm, dtype=dtype)
+        return clip.layer_factors(sq_norms, self.max_norm, scale=scale, dtype=dtype)
 
     def sensitivity(self, layers: tuple[str, ...]) -> float:
         """C."""
@@ -101,10 +114,16 @@ class Automatic(_Fixed):
         check_finite("Automatic", "max_norm", self.max_norm, above=0.0)
         check_finite("Automatic", "gamma", self.gamma, at_least=0.0)
 
-    def factors(self, sq_norms: Tensor, layers: tuple[str, ...], dtype: torch.dtype) -> Tensor:
+    def factors(
+        self,
+        sq_norms: Sequence[Tensor],
+        scale: float,
+        layers: tuple[str, ...],
+        dtype: torch.dtype,
+    ) -> Tensor:
         """Return ``[B]``."""
-        return clip.clip_factors(
-            sq_norms.sum(0), self.max_norm, "automatic", gamma=self.gamma, dtype=dtype
+        return clip.layer_factors(
+            sq_norms, self.max_norm, "automatic", scale=scale, gamma=self.gamma, dtype=dtype
         )
 
     def sensitivity(self, layers: tuple[str, ...]) -> float:
@@ -139,9 +158,17 @@ class PerLayer(_Fixed):
             )
         return [self.max_norm[name] for name in layers]
 
-    def factors(self, sq_norms: Tensor, layers: tuple[str, ...], dtype: torch.dtype) -> Tensor:
+    def factors(
+        self,
+        sq_norms: Sequence[Tensor],
+        scale: float,
+        layers: tuple[str, ...],
+        dtype: torch.dtype,
+    ) -> Tensor:
         """Return ``[L, B]``."""
-        return clip.clip_factors(sq_norms, self.bounds(layers), "per_layer", dtype=dtype)
+        bounds = self.bounds(layers)
+        factors = clip.clip_factors(scaled(sq_norms, scale), bounds, "per_layer", dtype=dtype)
+        return scaled_down(factors, scale)
 
     def sensitivity(self, layers: tuple[str, ...]) -> float:
         """The root of the sum of the squares."""
@@ -173,14 +200,20 @@ class Adaptive:
         if not 0 < self.quantile < 1:
             raise ValueError(f"Adaptive: quantile must be in (0, 1), got {self.quantile}")
 
-    def factors(self, sq_norms: Tensor, layers: tuple[str, ...], dtype: torch.dtype) -> Tensor:
+    def factors(
+        self,
+        sq_norms: Sequence[Tensor],
+        scale: float,
+        layers: tuple[str, ...],
+        dtype: torch.dtype,
+    ) -> Tensor:
         """Return ``[B]``, and count the samples that were within the bound."""
-        total = sq_norms.sum(0)
+        total = scaled(sq_norms, scale).sum(0)
         # A sample counts +-1/2 (or not at all, if it is not finite), so adding or removing one
         # changes the count by 1/2.
         within = (total <= self.max_norm**2).double() - 0.5
         self._count += float(torch.where(total.isfinite() & (total >= 0), within, 0.0).sum())
-        return clip.clip_factors(total, self.max_norm, dtype=dtype)
+        return clip.layer_factors(sq_norms, self.max_norm, scale=scale, dtype=dtype)
 
     def sensitivity(self, layers: tuple[str, ...]) -> float:
         """C of this step."""
@@ -202,3 +235,16 @@ class Adaptive:
     def extra_query(self) -> NoisyCount:
         """Return sensitivity and noise of the count."""
         return NoisyCount(sensitivity=0.5, std=self.count_std)
+
+
+def scaled(sq_norms: Sequence[Tensor], scale: float) -> Tensor:
+    """Return the squared norms of each sample's own gradient, ``[L, B]``."""
+    stacked = torch.stack(list(sq_norms))
+    return stacked if scale == 1 else stacked.mul_(scale**2)
+
+
+def scaled_down(factors: Tensor, scale: float) -> Tensor:
+    """Return ``scale * factors``, rounded towards zero: a norm must not grow by a rounding."""
+    if scale == 1.0:
+        return factors
+    return torch.nextafter(factors * scale, torch.zeros_like(factors))

@@ -8,7 +8,6 @@ DP-SGD is this flow with the identity as preconditioner.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dpkernels.engine.capture import Captured, Pass
-from dpkernels.engine.clipping import Clipping
+from dpkernels.engine.clipping import Clipping, scaled
 from dpkernels.engine.layers.layer import Layer
 from dpkernels.engine.layers.tied import TiedGroup
 from dpkernels.engine.sums import Sums
@@ -62,10 +61,10 @@ class Seen:
     _dropped: int = field(default=0, repr=False)
     _uncounted: list[Tensor] = field(default_factory=list, repr=False)
 
-    def note(self, sq_norms: Tensor, factors: Tensor) -> None:
-        """Count a microbatch: norms ``[L, B]``, factors ``[B]`` or ``[L, B]``."""
+    def note(self, factors: Tensor) -> None:
+        """Count a microbatch by its factors, ``[B]`` or ``[L, B]``."""
         self.microbatches += 1
-        self.samples += sq_norms.shape[1]
+        self.samples += factors.shape[-1]
         # A sample that is not finite has the factor 0 in every layer. How many there are is counted
         # when somebody asks: it takes time, and a GPU would have to be waited for.
         self._uncounted.append(factors if factors.dim() == 1 else factors[0])
@@ -149,12 +148,11 @@ class Step:
     def _add(self, current: Pass) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-        sq_norms, unit = self._sample_sq_norms(current)
-        factors = self.clipping.factors(sq_norms, self.names, self._sums.widest)
-        self.seen.note(sq_norms, factors)
+        sq_norms, scale = self._sq_norms(current)
+        factors = self.clipping.factors(sq_norms, scale, self.names, self._sums.widest)
+        self.seen.note(factors)
         if self.keep_norms:
-            self.seen.sq_norms = sq_norms
-        factors = _scaled_down(factors, unit)
+            self.seen.sq_norms = scaled(sq_norms, scale)
         rounded: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         for index, layer in enumerate(self.layers):
             # Taken out, so that what it holds is free before the next buffers are needed.
@@ -169,11 +167,10 @@ class Step:
             own = rounded[key]
             norms.add_to(sums, own if own.dim() == 1 else own[index], accumulate)
 
-    def _sample_sq_norms(self, current: Pass) -> tuple[Tensor, float]:
-        """Return ``[L, B]`` of gradients of each sample's own loss, and how far that is scaled."""
+    def _sq_norms(self, current: Pass) -> tuple[list[Tensor], float]:
+        """Return ``[B]`` of each layer, and by what gradients of samples' own losses are larger."""
         assert current.batch is not None
-        unit = current.batch if self.mechanism.loss_reduction == "mean" else 1
-        scale = unit / self.mechanism.loss_scale
+        unit = max(1, current.batch) if self.mechanism.loss_reduction == "mean" else 1
         found = [current.norms.get(layer) for layer in self.layers]
         device = next(norms.sq_norms.device for norms in found if norms is not None)
         rows = [
@@ -182,8 +179,7 @@ class Step:
             else norms.sq_norms.to(device)
             for norms in found
         ]
-        sq_norms = torch.stack(rows)
-        return sq_norms if scale == 1 else sq_norms.mul_(scale**2), scale
+        return rows, unit / self.mechanism.loss_scale
 
     def noisy_gradient(self) -> None:
         """Noise, once for the logical step, and the result as ``grad`` of every parameter."""
@@ -233,16 +229,6 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """
     kind = device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IT_IS
-
-
-def _scaled_down(factors: Tensor, scale: float) -> Tensor:
-    """Return ``scale * factors``, rounded towards zero: a norm must not grow by a rounding."""
-    if scale == 1.0:
-        return factors
-    scaled = factors * scale
-    if scale > 1 and math.frexp(scale)[0] == 0.5:  # a power of two rounds nothing
-        return scaled
-    return torch.nextafter(scaled, torch.zeros_like(scaled))
 
 
 def _rounded_down(factors: Tensor, like: Tensor) -> Tensor:

@@ -111,6 +111,44 @@ def clip_factors(
     return factors if rank == 2 else factors.squeeze(0)
 
 
+def layer_factors(
+    sq_norms: Sequence[Tensor],
+    max_norm: float,
+    mode: Mode = "flat",
+    *,
+    scale: float = 1.0,
+    gamma: float = 0.01,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Clip factors of samples whose gradients are spread over layers, in a unit of their own.
+
+    sq_norms: float64 ``[B]`` of each layer, of gradients that are ``1 / scale`` of each sample's
+        own, as those of an averaged loss are.
+    max_norm, gamma, dtype: as for ``clip_factors``; mode: ``flat`` or ``automatic``.
+    scale: > 0. The factors, for gradients as they are, are ``scale min(1, C / (scale norm))``.
+
+    Returns ``[B]``, rounded towards zero; 0 for a sample with a norm that is not finite.
+    """
+    op = "layer_factors"
+    for row in sq_norms:
+        if row.dtype != torch.float64 or row.dim() != 1 or row.shape != sq_norms[0].shape:
+            raise ValueError(
+                f"{op}: sq_norms must be float64 [B], of one B, got {_describe(row)} beside "
+                f"{_describe(sq_norms[0])}"
+            )
+    if not sq_norms or dtype not in (torch.float32, torch.float64) or mode == "per_layer":
+        raise ValueError(
+            f"{op}: takes at least one layer, dtype float32 or float64 and mode flat or automatic, "
+            f"got {len(sq_norms)}, {dtype} and {mode!r}"
+        )
+    (bound,) = _bounds(op, max_norm, mode, None)
+    check_finite(op, "gamma", gamma, at_least=0.0)
+    check_finite(op, "scale", scale, above=0.0)
+    run = backend.select(_layer_factors, sq_norms[0].device, dtype)
+    factors: Tensor = run(list(sq_norms), scale, bound, mode == "automatic", gamma, dtype)
+    return factors
+
+
 def weighted_row_sum(
     grads: Tensor | Sequence[Tensor],
     factors: Tensor,
@@ -280,6 +318,17 @@ def _fake_factors(
     return torch.empty(sq_norms.shape, dtype=dtype, device=sq_norms.device)
 
 
+def _fake_layer_factors(
+    sq_norms: list[Tensor],
+    scale: float,
+    max_norm: float,
+    normalise: bool,
+    gamma: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    return sq_norms[0].new_empty(sq_norms[0].shape, dtype=dtype)
+
+
 def _fake_weighted_sum(
     out: list[Tensor], grads: list[Tensor], factors: Tensor, accumulate: bool
 ) -> None:
@@ -313,6 +362,14 @@ _clip_factors = backend.register(
     fake=_fake_factors,
     dtypes=frozenset({torch.float32, torch.float64}),
     triton="dpkernels.ops.clip.triton_impl:clip_factors",
+)
+_layer_factors = backend.register(
+    "layer_factors(Tensor[] sq_norms, float scale, float max_norm, bool normalise, float gamma, "
+    "ScalarType dtype) -> Tensor",
+    reference=reference.layer_factors,
+    fake=_fake_layer_factors,
+    dtypes=frozenset({torch.float32, torch.float64}),
+    triton="dpkernels.ops.clip.triton_impl:layer_factors",
 )
 _weighted_row_sum = backend.register(
     "weighted_row_sum_(Tensor(a!)[] out, Tensor[] grads, Tensor factors, bool accumulate) -> ()",

@@ -46,8 +46,29 @@ def clip_factors(
         exact = bounds / (norms + gamma)
     else:
         exact = torch.where(norms > bounds, bounds / norms, 1.0)
-    exact = torch.where(valid(sq_norms).all(0), exact, 0.0).clamp(max=torch.finfo(dtype).max)
-    rounded = exact.to(dtype)
+    return rounded_down(torch.where(valid(sq_norms).all(0), exact, 0.0), dtype)
+
+
+def layer_factors(
+    sq_norms: list[Tensor],
+    scale: float,
+    max_norm: float,
+    normalise: bool,
+    gamma: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """``scale`` times the clip factors ``[B]`` of gradients of norms ``scale^2 sum_l sq_norms[l]``.
+
+    Rounded towards zero.
+    """
+    total = torch.stack(sq_norms).sum(0) * (scale * scale)
+    exact = clip_factors(total.unsqueeze(0), [max_norm], normalise, gamma, torch.float64) * scale
+    return rounded_down(exact.squeeze(0), dtype)
+
+
+def rounded_down(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return float64 factors >= 0 in ``dtype``, none larger than it was."""
+    rounded = exact.clamp(max=torch.finfo(dtype).max).to(dtype)
     below = torch.nextafter(rounded, torch.zeros_like(rounded))
     return torch.where(rounded.double() > exact, below, rounded)
 

@@ -153,11 +153,26 @@ def scale_shift_norms(
     _check_sides(op, width, left, right)
     check_factor(op, "left", left, [width], errors)
     check_factor(op, "right", right, [width], normalised)
-    batch = normalised.shape[0]
+    return norms_unchecked(
+        normalised.detach(), errors.detach(), shape, channel_axis, bias, left, right
+    )
+
+
+def norms_unchecked(
+    normalised: Tensor,
+    errors: Tensor,
+    shape: tuple[int, ...],
+    channel_axis: int,
+    bias: bool,
+    left: Factor | None,
+    right: Factor | None,
+) -> ScaleShiftNorms:
+    """``scale_shift_norms`` of tensors that are known to fit a weight of ``shape``."""
+    batch, width = normalised.shape[0], math.prod(shape)
     positions = math.prod(normalised.shape[1:]) // max(width, 1)
     view = (batch, width, positions) if channel_axis == 1 else (batch, positions, width)
-    x, d = normalised.detach().reshape(view), errors.detach().reshape(view)
-    scales = _scales(left, right)
+    x, d = normalised.reshape(view), errors.reshape(view)
+    scales = (None, None) if left is None and right is None else _scales(left, right)
     run = backend.select(_grads, x.device, x.dtype)
     weight_grads, bias_grads = run(x, d, channel_axis == 1, bias, *scales)
     saved = (weight_grads, bias_grads) if bias else (weight_grads,)
