@@ -67,6 +67,7 @@ def test_results_are_written_with_their_provenance(tiny, tmp_path):
     report.write(tmp_path / "training.json", {"commit": "abc"}, {"models": [tiny]})
     content = json.loads((tmp_path / "training.json").read_text())
     assert content["provenance"] == {"commit": "abc"}
+    assert report.read(tmp_path / "training.json") == ({"commit": "abc"}, {"models": [tiny]})
     assert content["results"]["models"][0]["forms"][1]["name"] == "DP-SGD"
     report.bars([tiny], tmp_path / "bars.png", "title")
     report.curves({"size": ((1, 2), [tiny, tiny])}, tmp_path / "curves.png", "title")

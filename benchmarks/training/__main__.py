@@ -29,6 +29,9 @@ _RESULTS = _ROOT / "benchmarks" / "results"
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     options = _parser().parse_args(arguments)
+    if options.again:
+        _show(options.output or _RESULTS)
+        return 0
     if backend.extension is None:
         sys.exit("benchmarks.training: dpkernels._C is not built; run make build")
     where = provenance.collect(torch.device("cpu"))
@@ -39,43 +42,39 @@ def main(arguments: list[str] | None = None) -> int:
         print(workload.name, file=sys.stderr, flush=True)
         found.append(measure(workload, forms, options.seconds))
         print(report.table(found[-1:]), file=sys.stderr, flush=True)
-    growth: dict[str, tuple[tuple[int, ...], list[WorkloadResult]]] = {}
+    growth: dict[str, list[WorkloadResult]] = {}
     for axis in scaling.AXES if options.growth else ():
         print(axis.name, file=sys.stderr, flush=True)
-        results = [
+        growth[axis.name] = [
             measure(axis.workload(size), scaling.FORMS, options.seconds / 4) for size in axis.sizes
         ]
-        growth[axis.name] = axis.sizes, results
     if found:
         print(report.table(found))
     partial = options.only != "*" or options.forms != "*" or not options.growth
     output = options.output or (None if partial else _RESULTS)
     if output is not None:
-        text = _write(output, where, found, growth)
-        if output == _RESULTS:
-            rewrite_section(_ROOT / "README.md", "training", text)
+        output.mkdir(parents=True, exist_ok=True)
+        report.write(output / "training.json", where, {"models": found, **growth})
+        _show(output)
     return 0
 
 
-def _write(
-    output: Path,
-    where: dict[str, object],
-    found: list[WorkloadResult],
-    growth: dict[str, tuple[tuple[int, ...], list[WorkloadResult]]],
-) -> str:
-    """Write JSON, table and pictures; return the table with where it was measured."""
-    output.mkdir(parents=True, exist_ok=True)
+def _show(output: Path) -> None:
+    """Make table and pictures from the JSON in ``output``; the README's if they are for it."""
+    where, results = report.read(output / "training.json")
     title = f"{where['cpu']}, {where['threads']} threads, commit {str(where['commit'])[:7]}"
-    text = f"{title}\n\n{report.table(found)}" if found else title
-    everything = {"models": found, **{name: results for name, (_, results) in growth.items()}}
-    report.write(output / "training.json", where, everything)
+    found = results.pop("models")
     if found:
+        text = f"{title}\n\n{report.table(found)}"
         (output / "training.md").write_text(f"{text}\n")
         report.bars(found, output / "training.png", title)
-    if growth:
+        if output == _RESULTS:
+            rewrite_section(_ROOT / "README.md", "training", text)
+    sizes = {axis.name: axis.sizes for axis in scaling.AXES}
+    if results:
+        growth = {name: (sizes[name], one) for name, one in results.items()}
         report.curves(growth, output / "training_growth.png", title)
     print(f"written: {output}")
-    return text
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -84,6 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--forms", default="*", metavar="PATTERN", help="forms, as in 'DP*'")
     parser.add_argument("--seconds", type=float, default=30.0, help="how long for each model")
     parser.add_argument("--no-growth", dest="growth", action="store_false")
+    parser.add_argument(
+        "--again", action="store_true", help="measure nothing; show training.json again"
+    )
     parser.add_argument("--output", type=Path, metavar="DIR", help="where to write")
     return parser
 

@@ -7,7 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.training.measure import WorkloadResult
+from benchmarks.memory import PeakMemory
+from benchmarks.timing import Spread
+from benchmarks.training.measure import FormResult, WorkloadResult
 
 _COLOURS = {
     "plain SGD": "#888888",
@@ -18,6 +20,9 @@ _COLOURS = {
     "Opacus ghost": "#9e2a2b",
     "vmap": "#bc8f5a",
 }
+
+
+_TICKS = (1, 1.5, 2, 3, 5, 10, 20, 50, 100, 200)
 
 
 def table(results: list[WorkloadResult]) -> str:
@@ -60,12 +65,28 @@ def write(path: Path, where: dict[str, Any], results: dict[str, list[WorkloadRes
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
+def read(path: Path) -> tuple[dict[str, Any], dict[str, list[WorkloadResult]]]:
+    """Return what ``write`` wrote."""
+    content = json.loads(path.read_text())
+    results = {
+        name: [WorkloadResult(**{**one, "forms": list(map(_form, one["forms"]))}) for one in found]
+        for name, found in content["results"].items()
+    }
+    return content["provenance"], results
+
+
+def _form(stored: dict[str, Any]) -> FormResult:
+    kinds = {"milliseconds": Spread, "memory": PeakMemory}
+    parts = {key: kind(**stored[key]) for key, kind in kinds.items() if stored[key] is not None}
+    return FormResult(**{**stored, **parts})
+
+
 def bars(results: list[WorkloadResult], path: Path, title: str) -> None:
     """Draw the cost of every form as a multiple of plain SGD, a panel for each model."""
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     columns = 3
     rows = -(-len(results) // columns)
@@ -78,11 +99,12 @@ def bars(results: list[WorkloadResult], path: Path, title: str) -> None:
         forms = [form for form in result.forms if form.ratio is not None]
         ratios = [form.ratio or 0.0 for form in forms]
         places = range(len(forms))
-        axis.barh(places, ratios, color=[_COLOURS[form.name] for form in forms])
+        lengths = [ratio - 1 for ratio in ratios]
+        axis.barh(places, lengths, left=1, color=[_COLOURS[form.name] for form in forms])
         for place, ratio in zip(places, ratios, strict=True):
             axis.annotate(
                 f"{ratio:.2f}x",
-                (ratio, place),
+                (max(ratio, 1.0), place),
                 xytext=(3, 0),
                 textcoords="offset points",
                 va="center",
@@ -91,7 +113,11 @@ def bars(results: list[WorkloadResult], path: Path, title: str) -> None:
         axis.set_yticks(places, [form.name for form in forms], fontsize=8)
         axis.invert_yaxis()
         axis.set_xscale("log")
-        axis.set_xlim(0.8, 2.2 * max(ratios))
+        axis.set_xlim(min(0.95, *ratios) / 1.05, 1.6 * max(ratios))
+        ticks = [tick for tick in _TICKS if tick < 1.5 * max(ratios)]
+        axis.set_xticks(ticks if len(ticks) < 6 else ticks[::2], minor=False)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_locator(ticker.NullLocator())
         axis.axvline(1.0, color="black", linewidth=1)
         axis.set_title(result.name, fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)
@@ -108,7 +134,7 @@ def curves(
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     count = len(axes_results)
     figure, axes = pyplot.subplots(
@@ -126,6 +152,9 @@ def curves(
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_xticks(sizes, [str(size) for size in sizes])
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter(ticker.NullFormatter())
         axis.set_title(name, fontsize=9)
         axis.set_ylabel("ms a step")
         axis.grid(alpha=0.3)
