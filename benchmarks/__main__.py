@@ -78,13 +78,15 @@ def _measure(options: argparse.Namespace) -> Report:
     results = []
     with forced:
         rates = machine.survey(device, Budget(min(seconds, 2.0)))
-        for number, case in enumerate(chosen, 1):
-            print(f"[{number}/{len(chosen)}] {case.name}", file=sys.stderr, flush=True)
-            # What is alive now stays so: the collections around what is timed need not look at it.
-            gc.collect()
-            gc.freeze()
-            results.append(run_case(case, device, how))
-        gc.unfreeze()
+        try:
+            for number, case in enumerate(chosen, 1):
+                print(f"[{number}/{len(chosen)}] {case.name}", file=sys.stderr, flush=True)
+                # What is alive now stays so: collections around what is timed need not look at it.
+                gc.collect()
+                gc.freeze()
+                results.append(run_case(case, device, how))
+        finally:
+            gc.unfreeze()
     startup = measure_startup(3 if options.quick else 9) if with_startup else None
     return Report(where, rates, results, startup, quick=options.quick)
 

@@ -65,12 +65,13 @@ def assert_never_low(
     positions: that a sample's gradient adds up. The limit is ``max(5e-5, 1e-5 sqrt(positions))``,
         or 1e-8 for inputs of ``dtype`` float64.
     terms: ``[B]``, sums of the terms' lengths. What float64 rounds of them, ``(200 + 2 positions)``
-        times 2^-53, comes on top.
+        times 2^-53, comes on top, and what sums in float32 do, 2^-24 times the root of positions.
     """
     assert sq_norms.dtype == exact.dtype == torch.float64 and sq_norms.shape == exact.shape
     norms, truth = sq_norms.sqrt(), exact.sqrt()
     limit = 1e-8 if dtype == torch.float64 else max(5e-5, 1e-5 * math.sqrt(positions))
-    rest = (200 + 2 * positions) * 2.0**-53 * terms
+    of_sum = 0.0 if dtype == torch.float64 else 2.0**-24 * math.sqrt(positions)
+    rest = ((200 + 2 * positions) * 2.0**-53 + of_sum) * terms
     low, high = truth * (1 - 1e-7) - norms, norms - truth * (1 + limit) - rest
     assert (low <= 0).all(), f"low by {(1 - norms / truth).max().item():.3g}"
     assert (high <= 0).all(), f"high by {(norms / truth - 1).max().item():.3g}, limit {limit:.3g}"

@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     options = _parser().parse_args(arguments)
     if options.again:
-        _show(options.output or _RESULTS)
+        _show(options.output or _RESULTS, readme=options.output is None)
         return 0
     if backend.extension is None:
         sys.exit("benchmarks.training: dpkernels._C is not built; run make build")
@@ -55,12 +55,12 @@ def main(arguments: list[str] | None = None) -> int:
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
         report.write(output / "training.json", where, {"models": found, **growth})
-        _show(output)
+        _show(output, readme=output == _RESULTS and not partial)
     return 0
 
 
-def _show(output: Path) -> None:
-    """Make table and pictures from the JSON in ``output``; the README's if they are for it."""
+def _show(output: Path, readme: bool) -> None:
+    """Make table, pictures and, if asked for, the README's table from the JSON in ``output``."""
     where, results = report.read(output / "training.json")
     title = f"{where['cpu']}, {where['threads']} threads, commit {str(where['commit'])[:7]}"
     found = results.pop("models")
@@ -68,7 +68,7 @@ def _show(output: Path) -> None:
         text = f"{title}\n\n{report.table(found)}"
         (output / "training.md").write_text(f"{text}\n")
         report.bars(found, output / "training.png", title)
-        if output == _RESULTS:
+        if readme:
             rewrite_section(_ROOT / "README.md", "training", text)
     sizes = {axis.name: axis.sizes for axis in scaling.AXES}
     if results:

@@ -323,7 +323,8 @@ class NormPass {
       square = settle_in_double(b, totals, limit);
     }
     // The bias is a sum of as many rows as there are positions, in double.
-    const double bias_error = rounding_error<double>(batch_.positions) * totals.d;
+    const double bias_error =
+        (rounding_error<double>(batch_.positions) + sum_error<T>(batch_.positions)) * totals.d;
     return bias_ ? square + raised(lengths_.bias[b], bias_error) : square;
   }
 
@@ -333,13 +334,15 @@ class NormPass {
     std::vector<double> copy;
     Scratch<double> scratch;
     const Sample<double> s = sample<double>(b, copy);
+    const double of_sum = sum_error<T>(s.positions) * totals.terms;
     if (gram_ && !std::is_same_v<T, double>) {
       double reach = 0.0;
       const double square = gram_sum(b, s, 0, s.positions, scratch, &reach);
       const double error = gram_error<double>(reach, totals);
-      if (square_within(square, error, limit)) return square + error;
+      if (square_within(square, error, limit)) return raised(square + error, of_sum);
     }
-    return raised(gradient_sq_norm(s, 0, s.outputs, scratch), gradient_error<double>(totals));
+    return raised(gradient_sq_norm(s, 0, s.outputs, scratch),
+                  gradient_error<double>(totals) + of_sum);
   }
 
   Totals totals_of(int64_t b) const {

@@ -53,13 +53,13 @@ class RankOnePass {
 
  private:
   static int64_t columns_of(const RankOneSide& side) {
-    return side.matrix == nullptr ? side.width : side.size;
+    return side.form == RankOneForm::none ? side.width : side.size;
   }
 
   // Multiply-adds for each column of a row: those of the product, and those of its square.
   static double work_of_column(const RankOneSide& side) {
-    if (side.values != nullptr) return kSquare + 2.0 * double(side.rank);
-    return side.matrix == nullptr ? kSquare : kSquare + double(side.width);
+    if (side.form == RankOneForm::low_rank) return kSquare + 2.0 * double(side.rank);
+    return side.form == RankOneForm::none ? kSquare : kSquare + double(side.width);
   }
 
   static double work_of(const RankOneSide& side) {
@@ -83,14 +83,14 @@ class RankOnePass {
   // Does the part of a side in which its work goes from `begin` to `end`.
   void measure(const RankOneSide& side, double begin, double end, double* squares) const {
     if constexpr (std::is_same_v<E, T>) {
-      if (side.values != nullptr) {
+      if (side.form == RankOneForm::low_rank) {
         return multiply_rows(side, row_at(side, begin), row_at(side, end), squares);
       }
     }
     const int64_t first = column_at(side, begin), count = column_at(side, end) - first;
     if (count <= 0) return;
     if constexpr (std::is_same_v<E, T>) {
-      if (side.matrix != nullptr) {
+      if (side.form == RankOneForm::full) {
         T* const transformed = static_cast<T*>(side.transformed) + first;
         multiply(side, first, count, transformed);
         return add_squares(transformed, side.size, count, squares);
@@ -124,7 +124,7 @@ class RankOnePass {
     std::vector<T> inner(count * rank);
     if (augment) {
       const T* const behind = vectors + side.width * stride;
-      for (int64_t b = 0; b < count; ++b) std::copy(behind, behind + rank, &inner[b * rank]);
+      for (int64_t b = 0; b < count; ++b) std::copy(behind, behind + rank, inner.data() + b * rank);
     }
     gemm<T>(count, rank, side.width, {x, side.row_stride, 1}, {vectors, stride, 1}, inner.data(),
             rank, augment);

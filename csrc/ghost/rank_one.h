@@ -10,14 +10,18 @@
 
 namespace dpk {
 
+// How a side is transformed: not at all, by U [size, size], or by V [size, rank] and `values` with
+// U = tail I + V diag(values - tail) V^T. Not told by pointers: those of empty tensors are null.
+enum class RankOneForm { none, full, low_rank };
+
 // One side: a row x of `width` elements for each sample, `row_stride` apart.
 struct RankOneSide {
   const void* rows;
   int64_t row_stride;
   int64_t width;
-  // U [size, size], or V [size, rank] with `values`: then U = tail I + V diag(values - tail) V^T.
-  // In the dtype of the rows, float or double, or null: the rows are only measured. If size is
-  // width + 1, a 1 stands behind every row.
+  RankOneForm form;
+  // U or V in the dtype of the rows, float or double. If size is width + 1, a 1 stands behind every
+  // row.
   const void* matrix;
   int64_t matrix_stride;
   int64_t size;

@@ -44,6 +44,9 @@ struct Side {
     view = {rows.const_data_ptr(),
             rows.stride(0),
             rows.size(2),
+            factor.empty()       ? dpk::RankOneForm::none
+            : factor.size() == 1 ? dpk::RankOneForm::full
+                                 : dpk::RankOneForm::low_rank,
             matrix.defined() ? matrix.const_data_ptr() : nullptr,
             matrix.defined() ? matrix.stride(0) : 0,
             matrix.defined() ? matrix.size(0) : 0,

@@ -32,6 +32,14 @@ double dot_error(int64_t length, int64_t chain, int64_t additions) {
 template <class T>
 constexpr double kUnderflow = 2.0 * std::numeric_limits<T>::min();
 
+// What a gradient's sum in T, to which it is added term by term, rounds of its terms: each addition
+// half a unit of what it has reached, and, having no common sign, as the root of their number all
+// together. A norm in double has it added: what is released is not the exact gradient.
+template <class T>
+double sum_error(int64_t terms) {
+  return std::is_same_v<T, double> ? 0.0 : 0x1p-24 * std::sqrt(double(terms));
+}
+
 // By what part a norm may come out high. The bound grows with the root of the positions even where
 // those are uncorrelated, and such samples are to stay in float. Measured with Gaussian data, the
 // part by which it raises the norm, half of what counts here, for 64 / 256 / 1,024 positions of

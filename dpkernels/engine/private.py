@@ -233,7 +233,7 @@ def _hook(
 
 def _check_scale(optimizer: Optimizer) -> None:
     """Raise RuntimeError in ``GradScaler.step``, which tells fused optimizers its scale."""
-    if getattr(optimizer, "grad_scale", None) is None:
+    if all(getattr(optimizer, name, None) is None for name in ("grad_scale", "found_inf")):
         return
     # What the scaler would take back itself after a step, so that the next one can be plain.
     for attribute in ("grad_scale", "found_inf"):

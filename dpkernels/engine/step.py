@@ -27,7 +27,7 @@ from dpkernels.precondition import Preconditioner, Sides
 
 Reduction = Literal["mean", "sum"]
 _AS_IT_IS = nullcontext()
-# Factors of so many microbatches are kept until they are counted.
+# Factors of so many microbatches are kept until they are counted: 64 KB of them at 256 samples.
 _UNCOUNTED = 64
 
 
@@ -193,10 +193,10 @@ class Step:
         except BaseException:
             self.discard()
             raise
+        self.taken += 1
+        self._sides = {}
         for parameter, view in views.items():
             parameter.grad = view.to(parameter.dtype)
-        self._sides = {}
-        self.taken += 1
 
     def discard(self) -> None:
         """Forget the microbatches that have not been released."""

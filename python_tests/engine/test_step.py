@@ -183,6 +183,21 @@ def test_a_sample_that_is_not_finite_contributes_nothing_and_is_counted():
     assert training.nonfinite_samples == 202 and training.nonfinite_samples == 202
 
 
+@pytest.mark.parametrize("batch", [3, 4, 256])
+def test_a_sample_without_a_gradient_leaves_automatic_clipping_finite(batch):
+    model = nn.Linear(3, 2)
+    x = torch.randn(batch, 3)
+    x[0] = 0
+    _, optimizer = private(
+        model, dpkernels.clipping.Automatic(1.0, gamma=0.0), loss_reduction="mean"
+    )
+    (model(x) * x[:, :1]).sum(1).mean().backward()
+    optimizer.step()
+    gradients = gradients_of(model)
+    assert all(g.isfinite().all() for g in gradients.values())
+    assert gradients["weight"].norm() > 0
+
+
 def test_gradient_checkpointing_changes_nothing():
     model, inputs = made("layer norm")
     gradients = sample_gradients(model, inputs)

@@ -153,5 +153,7 @@ def test_what_even_float64_loses_of_a_sum_counts(backend: str) -> None:
     conv = ghost.conv_norms(
         torch.zeros(1, 1, 3), d.mT.contiguous(), kernel_size=1, formula="materialised"
     )
-    for norms in (embedding.sq_norms, bias.sq_norms, conv.sq_norms):
-        assert (norms.sqrt() >= 1).all() and (norms.sqrt() <= 1e16).all()
+    # Linear layers and convolutions count what a sum in float32 rounds, too; those of a convolution
+    # that keeps its gradients are rounded once.
+    for norms, most in ((embedding, 1e16), (bias, 2.1e30 * 2**-24 * 3**0.5), (conv, 2e23)):
+        assert 1 <= norms.sq_norms.sqrt().item() <= most

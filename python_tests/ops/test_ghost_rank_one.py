@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dpkernels.ops import clip, ghost
-from dpkernels.ops.factor import Factor, Full, parts_of
+from dpkernels.ops.factor import Factor, Full, LowRank, parts_of
 from dpkernels.ops.ghost import reference_linear, triton_rank_one
 from dpkernels.ops.ghost.rank_one import rank_one_clip_and_sum
 from python_tests.conftest import running_on
@@ -77,6 +77,20 @@ def test_low_ranks_are_shared_out_over_any_number_of_threads(
             torch.testing.assert_close(norms.sq_norms, squares[0] * squares[1], rtol=1e-13, atol=0)
 
         on_threads(threads, check)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 10])
+def test_any_rank_is_taken(backend: str, rank: int) -> None:
+    a, d = cases.inputs((20,), 9, 6, torch.float32)
+    full = cases.factor("full", 10, torch.float32)
+    assert isinstance(full, Full)
+    basis = torch.linalg.qr(full.matrix)[0][:, :rank].contiguous()
+    right = LowRank(basis, torch.linspace(0.5, 2.0, rank), 0.75)
+    norms = ghost.linear_norms(a, d, right=right)
+    new_a = norms.saved[0].squeeze(1)
+    assert_transformed(new_a, torch.cat([a, torch.ones_like(a[:, :1])], 1), right)
+    found = ghost.linear_clip_and_sum(a, d, 2.0, right=right)
+    torch.testing.assert_close(found, clipped(a, d, 2.0, right=right), rtol=0, atol=0)
 
 
 def assert_transformed(found: Tensor, x: Tensor, factor: Factor | None) -> None:

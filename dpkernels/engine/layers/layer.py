@@ -144,7 +144,9 @@ class Layer(ABC):
         self.name = name
         # Any: what a rule reads off its module depends on the kind, which the rule knows.
         self.module: Any = module
-        self.parameters = dict(parameters)
+        # Weight and bias in this order, whatever happened to the module: sums go by it.
+        known = {key: parameters[key] for key in ("weight", "bias") if key in parameters}
+        self.parameters = known | dict(parameters)
 
     def describe(self) -> str:
         """Return name and type for a message."""

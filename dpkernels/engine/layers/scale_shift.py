@@ -211,5 +211,9 @@ class ScaleShiftLayer(Layer):
 
 
 def _computes_in(x: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether nothing is cast: one dtype, which autocast leaves alone, and not empty."""
-    return x.dtype == dtype and x.numel() > 0 and not torch.is_autocast_enabled(x.device.type)
+    """Return whether nothing is cast: float32 or float64, which autocast leaves alone, not empty.
+
+    In half precision the means may be of another dtype, and what they are taken from may overflow.
+    """
+    wide = x.dtype == dtype and dtype in (torch.float32, torch.float64)
+    return wide and x.numel() > 0 and not torch.is_autocast_enabled(x.device.type)

@@ -27,7 +27,7 @@ from dpkernels.ops import ghost
 from dpkernels.ops.ghost import EmbeddingNorms, LinearNorms
 from dpkernels.ops.ghost.layer import sum_dtype
 from dpkernels.ops.ghost.plan import Plan
-from dpkernels.ops.ghost.rounding import rounding_error
+from dpkernels.ops.ghost.rounding import raised, rounding_error, sum_error
 from dpkernels.precondition import Sides
 
 # Cross terms of so many elements of samples are formed at a time: 32 MB of float64.
@@ -208,7 +208,9 @@ def _with_cross_terms(
     error = 2 * rounding_error(torch.float64, roundings + 64) * reach.square()
     error += rounding_error(torch.float64, elements) * squares
     total = squares + 2 * cross + error
-    return torch.where(total >= 0, total, torch.nan)
+    # Both go to one buffer, L first, in which they round before they cancel.
+    of_sum = sum_error(sum_dtype(linear.saved[0].dtype), roundings) * reach
+    return torch.where(total >= 0, raised(total.clamp(min=0), of_sum), torch.nan)
 
 
 def _lengths(x: Tensor) -> Tensor:

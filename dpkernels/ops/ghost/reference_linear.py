@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dpkernels.ops.clip import reference as clip
-from dpkernels.ops.ghost.rounding import raised, rounding_error
+from dpkernels.ops.ghost.rounding import raised, rounding_error, sum_error
 from dpkernels.ops.kron import reference as kron
 
 
@@ -22,7 +22,7 @@ def sq_norms(activations: Tensor, errors: Tensor, bias: bool, gram: bool) -> Ten
     it is the squares of the gradient itself, in float64, with the bound of their error.
     """
     a, d = activations.double(), errors.double()
-    error = rounding_error(torch.float64, a.shape[1])
+    error = rounding_error(torch.float64, a.shape[1]) + sum_error(activations.dtype, a.shape[1])
     d_lengths = torch.linalg.vector_norm(d, dim=2)
     terms = (torch.linalg.vector_norm(a, dim=2) * d_lengths).sum(1)
     squares = raised((d.mT @ a).square().sum((1, 2)), error * terms)

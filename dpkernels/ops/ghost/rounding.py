@@ -36,6 +36,15 @@ def underflow(dtype: torch.dtype) -> float:
     return 2 * torch.finfo(dtype).tiny
 
 
+def sum_error(dtype: torch.dtype, terms: int) -> float:
+    """Return what a gradient's sum in ``dtype`` rounds of its terms, so many, as in the header.
+
+    Each addition half a unit of what it has reached; having no common sign, as the root of their
+    number all together. Of float64 it is within the bounds of norms.
+    """
+    return 0.0 if dtype == torch.float64 else 2.0**-24 * math.sqrt(terms)
+
+
 def norm_limit(dtype: torch.dtype, positions: int) -> float:
     """Return the part by which a norm over so many positions may come out high.
 

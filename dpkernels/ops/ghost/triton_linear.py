@@ -29,6 +29,7 @@ from dpkernels.ops.ghost.rounding import (
     raised,
     rounding_error,
     square_within,
+    sum_error,
     underflow,
 )
 from dpkernels.ops.ghost.triton_linear_kernels import (
@@ -84,7 +85,8 @@ def sq_norms(activations: Tensor, errors: Tensor, bias: bool, gram: bool) -> Ten
         again = ~norm_within(squares.sqrt(), chains + lost, limit)
         squares = raised(squares, chains + lost)
     # Positions one after the other, and a tree over the elements.
-    error = rounding_error(torch.float64, positions + 64) * terms
+    of_sum = sum_error(a.dtype, positions)
+    error = (rounding_error(torch.float64, positions + 64) + of_sum) * terms
     squares = torch.where(again, raised(_exact_gradient(a, d, again), error), squares)
     # An infinity may meet zeros only and be lost in a Gram product, but not in the lengths.
     finite = lengths[0].sum(1) + lengths[1].sum(1) < float("inf")
@@ -92,9 +94,8 @@ def sq_norms(activations: Tensor, errors: Tensor, bias: bool, gram: bool) -> Ten
     if not bias:
         return squares
     bias_squares = errors.sum(1, dtype=torch.float64).square().sum(1)
-    return squares + raised(
-        bias_squares, rounding_error(torch.float64, positions) * lengths[1].sum(1)
-    )
+    bias_error = (rounding_error(torch.float64, positions) + of_sum) * lengths[1].sum(1)
+    return squares + raised(bias_squares, bias_error)
 
 
 def _gram_error(
