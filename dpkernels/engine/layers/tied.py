@@ -7,7 +7,8 @@ E = sum_s e_s at row token_s of the embeddings, so
     |L + E|^2 = |L|^2 + |E|^2 + 2 sum_{s,t} d_t[token_s] (e_s . a_t).
 
 If L and E cancel, what float64 rounded of these terms may be more than what is left. So a bound of
-that is added, about 1e-13 of ``(sum_t |d_t| |a_t| + sum_s |e_s|)^2``.
+that is added, about 1e-13 of ``(sum_t |d_t| |a_t| + sum_s |e_s|)^2``, and what the float32 sum
+rounds. The bound of |L|^2 itself stays what it is of L: where that cancels, norms come out high.
 """
 
 from __future__ import annotations
@@ -171,10 +172,11 @@ def _sq_norms_from_positions(
     """
     positions, count = a.shape[1], tokens.shape[1]
     cross = a.new_zeros(a.shape[0], dtype=torch.float64)
-    for at in _blocks(a.shape[0], positions * count):
+    reach = torch.zeros_like(cross)
+    for at in _blocks(a.shape[0], positions * max(count, d.shape[2])):
         met = d[at].gather(2, tokens[at].unsqueeze(1).expand(-1, positions, -1)).double()
         cross[at] = (met * (a[at].double() @ e[at].double().mT)).sum(2).sum(1)
-    reach = (_lengths(a) * _lengths(d)).sum(1)
+        reach[at] = (_lengths(a[at]) * _lengths(d[at])).sum(1)
     roundings = positions + count + a.shape[2]
     return _with_cross_terms(linear, embedding, cross, reach + _lengths(e).sum(1), roundings)
 

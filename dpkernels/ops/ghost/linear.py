@@ -13,8 +13,8 @@ again in float64. So, with T positions::
     norm (1 - 1e-7) <= sqrt(sq_norms) <= norm (1 + max(5e-5, 1e-5 sqrt(T)))
 
 (1e-8 for float64 inputs), but for gradients whose terms cancel: those are given what rounds of the
-terms in float64, about 1e-14 of them, and in the float32 sum, 6e-8 sqrt(T) of them. A sample with a NaN or an infinity
-has a norm that is not finite, and with the factor 0 contributes exactly zero.
+terms in float64, about 1e-14 of them, and in the float32 sum, 6e-8 sqrt(T) of them. A sample with a
+NaN or an infinity has a norm that is not finite, and with the factor 0 contributes exactly zero.
 """
 
 from __future__ import annotations
