@@ -124,6 +124,7 @@ class Step:
         if layer not in self.shapes:
             self.shapes[layer] = tuple(x.to("meta") for x in captured)
 
+    @torch.no_grad()  # backward(create_graph=True) leaves it on
     def pass_complete(self, current: Pass) -> None:
         """Factors from the norms of all layers, and the clipped sum of one microbatch."""
         try:
