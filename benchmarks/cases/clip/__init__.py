@@ -10,6 +10,7 @@ operation             bytes     flops    of the bytes
 ``row_sq_norms``      B D size  2 B D    the same
 ``weighted_row_sum``  B D size  2 B D    the same
 ``clip_factors``      12 B      4 B      float64 in, float32 out
+``layer_factors``     8 L B     L B      L rows of float64 in; and 4 B out, 4 B flops
 ====================  ========  =======  ================================================
 """
 

@@ -10,7 +10,7 @@ from torch.linalg import vector_norm
 
 from benchmarks.cases.clip.data import gradients, row_squares, weighted_rows
 from benchmarks.registry import Case, Form, Inputs, Outputs, poisoned
-from dpkernels.ops.clip import clip_factors, row_sq_norms, weighted_row_sum
+from dpkernels.ops.clip import clip_factors, layer_factors, row_sq_norms, weighted_row_sum
 
 FACTORS_BATCH = 4096
 MAX_NORM = 1.0
@@ -21,6 +21,7 @@ def part_cases(batch: int, width: int) -> Iterator[Case]:
     yield _norms(batch, width)
     yield _weighted_sum(batch, width)
     yield _factors()
+    yield _layer_factors()
 
 
 def _norms(batch: int, width: int) -> Case:
@@ -107,4 +108,39 @@ def _factors() -> Case:
         ours=Form("dpkernels", lambda sq_norms: [clip_factors(sq_norms, MAX_NORM)], tuple),
         plain=(Form("sqrt, divide, clamp", clamped, tuple), Form("rsqrt, clamp", rsqrt, tuple)),
         truth=lambda inputs: [(MAX_NORM / inputs[0].sqrt()).clamp(max=1.0)],
+    )
+
+
+def _layer_factors() -> Case:
+    """The factors of a model of 12 layers, for a loss that is averaged over the samples."""
+    layers, batch = 12, 256
+
+    def make_inputs(device: torch.device, generator: torch.Generator) -> Inputs:
+        normals = torch.randn(layers, batch, generator=generator, device=device)
+        return list(normals.double().exp().div_(batch**2))
+
+    def stacked(*sq_norms: Tensor) -> Outputs:
+        norms = torch.stack(sq_norms).sum(0).sqrt_()
+        return [(MAX_NORM / norms).clamp_(max=batch).float()]
+
+    def by_rsqrt(*sq_norms: Tensor) -> Outputs:
+        return [torch.stack(sq_norms).sum(0).rsqrt_().mul_(MAX_NORM).clamp_(max=batch).float()]
+
+    def ours(*sq_norms: Tensor) -> Outputs:
+        return [layer_factors(sq_norms, MAX_NORM, scale=batch)]
+
+    return Case(
+        op="layer_factors",
+        name=f"layer_factors {layers} x {batch}",
+        dtype=torch.float32,
+        parameters={"layers": layers, "batch": batch, "max_norm": MAX_NORM},
+        make_inputs=make_inputs,
+        bytes_moved=(8 * layers + 4) * batch,
+        flops=(layers + 4) * batch,
+        bound="update",
+        ours=Form("dpkernels", ours, tuple),
+        plain=(Form("stack, sqrt, divide, clamp", stacked, tuple), Form("rsqrt", by_rsqrt, tuple)),
+        truth=lambda inputs: [
+            (MAX_NORM / torch.stack(list(inputs)).sum(0).sqrt()).clamp(max=batch)
+        ],
     )
