@@ -7,7 +7,7 @@ how far the sum of the clipped gradients can move when one sample is added or re
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,20 +31,30 @@ class NoisyCount:
     std: float
 
 
+@dataclass(frozen=True)
+class SampleNorms:
+    """Squared norms of one microbatch.
+
+    layers: names. sq_norms: float64 ``[B]`` of each layer, of gradients that are ``1 / scale`` of
+    each sample's own, as those of an averaged loss are.
+    """
+
+    layers: tuple[str, ...]
+    sq_norms: list[Tensor]
+    scale: float
+
+    def own(self) -> Tensor:
+        """Return those of each sample's own gradient, ``[L, B]``."""
+        return torch.stack(self.sq_norms) * self.scale**2
+
+
 class Clipping(Protocol):
     """What the engine asks of a way to clip."""
 
-    def factors(
-        self,
-        sq_norms: Sequence[Tensor],
-        scale: float,
-        layers: tuple[str, ...],
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def factors(self, norms: SampleNorms, dtype: torch.dtype) -> Tensor:
         """Return factors ``[B]`` for all layers, or ``[L, B]``, rounded towards zero.
 
-        sq_norms: float64 ``[B]`` of each of ``layers``, of gradients that are ``1 / scale`` of each
-            sample's own. The factors are for gradients as they are: ``scale`` times larger.
+        They are for gradients as they are, so ``norms.scale`` times those of samples' own.
         """
         ...
 
@@ -88,15 +98,9 @@ class Flat(_Fixed):
     def __post_init__(self) -> None:
         check_finite("Flat", "max_norm", self.max_norm, above=0.0)
 
-    def factors(
-        self,
-        sq_norms: Sequence[Tensor],
-        scale: float,
-        layers: tuple[str, ...],
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def factors(self, norms: SampleNorms, dtype: torch.dtype) -> Tensor:
         """Return ``[B]``."""
-        return clip.layer_factors(sq_norms, self.max_norm, scale=scale, dtype=dtype)
+        return clip.layer_factors(norms.sq_norms, self.max_norm, scale=norms.scale, dtype=dtype)
 
     def sensitivity(self, layers: tuple[str, ...]) -> float:
         """C."""
@@ -114,16 +118,15 @@ class Automatic(_Fixed):
         check_finite("Automatic", "max_norm", self.max_norm, above=0.0)
         check_finite("Automatic", "gamma", self.gamma, at_least=0.0)
 
-    def factors(
-        self,
-        sq_norms: Sequence[Tensor],
-        scale: float,
-        layers: tuple[str, ...],
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def factors(self, norms: SampleNorms, dtype: torch.dtype) -> Tensor:
         """Return ``[B]``."""
         return clip.layer_factors(
-            sq_norms, self.max_norm, "automatic", scale=scale, gamma=self.gamma, dtype=dtype
+            norms.sq_norms,
+            self.max_norm,
+            "automatic",
+            scale=norms.scale,
+            gamma=self.gamma,
+            dtype=dtype,
         )
 
     def sensitivity(self, layers: tuple[str, ...]) -> float:
@@ -158,17 +161,12 @@ class PerLayer(_Fixed):
             )
         return [self.max_norm[name] for name in layers]
 
-    def factors(
-        self,
-        sq_norms: Sequence[Tensor],
-        scale: float,
-        layers: tuple[str, ...],
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def factors(self, norms: SampleNorms, dtype: torch.dtype) -> Tensor:
         """Return ``[L, B]``."""
-        bounds = self.bounds(layers)
-        factors = clip.clip_factors(scaled(sq_norms, scale), bounds, "per_layer", dtype=dtype)
-        return scaled_down(factors, scale)
+        bounds = self.bounds(norms.layers)
+        factors = clip.clip_factors(norms.own(), bounds, "per_layer", dtype=dtype)
+        # Rounded towards zero: a norm must not grow by a rounding.
+        return torch.nextafter(factors * norms.scale, torch.zeros_like(factors))
 
     def sensitivity(self, layers: tuple[str, ...]) -> float:
         """The root of the sum of the squares."""
@@ -200,20 +198,14 @@ class Adaptive:
         if not 0 < self.quantile < 1:
             raise ValueError(f"Adaptive: quantile must be in (0, 1), got {self.quantile}")
 
-    def factors(
-        self,
-        sq_norms: Sequence[Tensor],
-        scale: float,
-        layers: tuple[str, ...],
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def factors(self, norms: SampleNorms, dtype: torch.dtype) -> Tensor:
         """Return ``[B]``, and count the samples that were within the bound."""
-        total = scaled(sq_norms, scale).sum(0)
+        total = norms.own().sum(0)
         # A sample counts +-1/2 (or not at all, if it is not finite), so adding or removing one
         # changes the count by 1/2.
         within = (total <= self.max_norm**2).double() - 0.5
         self._count += float(torch.where(total.isfinite() & (total >= 0), within, 0.0).sum())
-        return clip.layer_factors(sq_norms, self.max_norm, scale=scale, dtype=dtype)
+        return clip.layer_factors(norms.sq_norms, self.max_norm, scale=norms.scale, dtype=dtype)
 
     def sensitivity(self, layers: tuple[str, ...]) -> float:
         """C of this step."""
@@ -235,16 +227,3 @@ class Adaptive:
     def extra_query(self) -> NoisyCount:
         """Return sensitivity and noise of the count."""
         return NoisyCount(sensitivity=0.5, std=self.count_std)
-
-
-def scaled(sq_norms: Sequence[Tensor], scale: float) -> Tensor:
-    """Return the squared norms of each sample's own gradient, ``[L, B]``."""
-    stacked = torch.stack(list(sq_norms))
-    return stacked if scale == 1 else stacked.mul_(scale**2)
-
-
-def scaled_down(factors: Tensor, scale: float) -> Tensor:
-    """Return ``scale * factors``, rounded towards zero: a norm must not grow by a rounding."""
-    if scale == 1.0:
-        return factors
-    return torch.nextafter(factors * scale, torch.zeros_like(factors))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dpkernels.engine.capture import Captured, Pass
-from dpkernels.engine.clipping import Clipping, scaled
+from dpkernels.engine.clipping import Clipping, SampleNorms
 from dpkernels.engine.layers.layer import Layer
 from dpkernels.engine.layers.tied import TiedGroup
 from dpkernels.engine.sums import Sums
@@ -149,11 +149,11 @@ class Step:
     def _add(self, current: Pass) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-        sq_norms, scale = self._sq_norms(current)
-        factors = self.clipping.factors(sq_norms, scale, self.names, self._sums.widest)
+        norms_of_samples = self._sample_norms(current)
+        factors = self.clipping.factors(norms_of_samples, self._sums.widest)
         self.seen.note(factors)
         if self.keep_norms:
-            self.seen.sq_norms = scaled(sq_norms, scale)
+            self.seen.sq_norms = norms_of_samples.own()
         rounded: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         for index, layer in enumerate(self.layers):
             # Taken out, so that what it holds is free before the next buffers are needed.
@@ -168,8 +168,8 @@ class Step:
             own = rounded[key]
             norms.add_to(sums, own if own.dim() == 1 else own[index], accumulate)
 
-    def _sq_norms(self, current: Pass) -> tuple[list[Tensor], float]:
-        """Return ``[B]`` of each layer, and by what gradients of samples' own losses are larger."""
+    def _sample_norms(self, current: Pass) -> SampleNorms:
+        """Return the norms of all layers, and by what gradients of samples' own are larger."""
         assert current.batch is not None
         unit = max(1, current.batch) if self.mechanism.loss_reduction == "mean" else 1
         found = [current.norms.get(layer) for layer in self.layers]
@@ -180,7 +180,7 @@ class Step:
             else norms.sq_norms.to(device)
             for norms in found
         ]
-        return rows, unit / self.mechanism.loss_scale
+        return SampleNorms(self.names, rows, unit / self.mechanism.loss_scale)
 
     def noisy_gradient(self) -> None:
         """Noise, once for the logical step, and the result as ``grad`` of every parameter."""

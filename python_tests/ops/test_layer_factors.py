@@ -31,9 +31,9 @@ def squares(layers: int = 3, batch: int = 50) -> list[Tensor]:
 def test_without_a_scale_they_are_those_of_the_sum(backend: str, mode: Any, dtype: Any) -> None:
     rows = squares()
     found = clip.layer_factors(rows, 2.0, mode, dtype=dtype)
-    assert torch.equal(
-        found, clip.clip_factors(rows[0] + rows[1] + rows[2], 2.0, mode, dtype=dtype)
-    )
+    wanted = clip.clip_factors(rows[0] + rows[1] + rows[2], 2.0, mode, dtype=dtype)
+    # Two implementations, each rounded down, may differ in the last place.
+    torch.testing.assert_close(found, wanted, rtol=torch.finfo(dtype).eps, atol=0)
     assert (found < 1).any() and found.dtype == dtype
 
 

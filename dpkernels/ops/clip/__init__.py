@@ -369,7 +369,8 @@ _layer_factors = backend.register(
     reference=reference.layer_factors,
     fake=_fake_layer_factors,
     dtypes=frozenset({torch.float32, torch.float64}),
-    triton="dpkernels.ops.clip.triton_impl:layer_factors",
+    # A few numbers for each sample: torch's operations serve on a GPU.
+    triton="dpkernels.ops.clip.reference:layer_factors",
 )
 _weighted_row_sum = backend.register(
     "weighted_row_sum_(Tensor(a!)[] out, Tensor[] grads, Tensor factors, bool accumulate) -> ()",

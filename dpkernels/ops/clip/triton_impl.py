@@ -29,7 +29,7 @@ import triton
 from torch import Tensor
 
 from dpkernels.ops.ahead_of_time import COMPILE_OPTIONS, AheadOfTimeCase
-from dpkernels.ops.clip.reference import rounded_down, sum_dtype, valid
+from dpkernels.ops.clip.reference import sum_dtype, valid
 from dpkernels.ops.clip.triton_kernels import (
     add_rows_kernel,
     clip_and_sum_kernel,
@@ -214,23 +214,6 @@ def clip_factors(
     if len(max_norms) > 1:
         factors.masked_fill_(~valid(sq_norms).all(0), 0.0)
     return factors
-
-
-def layer_factors(
-    sq_norms: list[Tensor],
-    scale: float,
-    max_norm: float,
-    normalise: bool,
-    gamma: float,
-    dtype: torch.dtype,
-) -> Tensor:
-    """``scale`` times the clip factors ``[B]`` of gradients of norms ``scale^2 sum_l sq_norms[l]``.
-
-    A few numbers for each sample: what surrounds the kernel is left to torch.
-    """
-    total = torch.stack(sq_norms).sum(0, keepdim=True) * (scale * scale)
-    exact = clip_factors(total, [max_norm], normalise, gamma, torch.float64) * scale
-    return rounded_down(exact.squeeze(0), dtype)
 
 
 def weighted_row_sum_(
