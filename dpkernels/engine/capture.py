@@ -5,8 +5,9 @@ whose backward pass hands over what came back instead of computing a weight grad
 never get a gradient from autograd.
 
 One call of the model is one ``Pass``: index i of the first axis is sample i in all of its layers. A
-backward pass belongs to one pass. Two passes in one backward pass might hold the same people or
-different ones, which nobody can tell from outside: that is refused.
+backward pass belongs to one pass. Two calls in one backward pass might be about the same people or
+different ones, which nobody can tell from outside: that is refused, unless the caller says that
+they are the same. Then calls that follow each other without a backward pass are one pass.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Captured = tuple[Tensor, ...]
 
 @dataclass(eq=False)
 class Pass:
-    """One call of the model.
+    """One call of the model, or several about the same samples.
 
     batch: how many samples went in; None until the first layer shows it.
     whole: whether it is a call of the model itself, not of some of its layers one by one.
@@ -92,12 +93,14 @@ class Capture:
         self,
         layer_complete: Callable[[Pass, Layer, Captured], None],
         pass_complete: Callable[[Pass], None],
+        same_samples: bool = False,
     ) -> None:
         self._layer_complete = layer_complete
         self._pass_complete = pass_complete
         self._current: Pass | None = None  # the call of the model that is running
         self._loose = Pass(whole=False)  # calls of layers on their own
         self._latest = self._loose  # the pass that a layer was called in last
+        self._same_samples = same_samples  # in all calls until a backward pass
         self._open: Pass | None = None  # the pass of the backward pass that is running
         self._paused = False
 
@@ -176,7 +179,12 @@ class Capture:
         # A pass whose backward pass was broken off is dropped with all it held.
         if _backward_task() == -1:
             self._open = None
-        self._current = Pass(_samples_of((*args, *kwargs.values())))
+        batch = _samples_of((*args, *kwargs.values()))
+        latest = self._latest
+        if self._same_samples and latest.whole and latest.task is None and latest.batch == batch:
+            self._current = latest
+        else:
+            self._current = Pass(batch)
 
     def _site(self, layer: Layer) -> Site:
         """Return where this call of ``layer`` delivers to."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,6 +20,8 @@ from dpkernels.engine.step import Mechanism, Reduction, Step
 from dpkernels.ops.checks import check_finite
 from dpkernels.ops.noise import NoiseKey
 from dpkernels.precondition import FixedSides, Preconditioner
+
+SeveralCalls = Literal["refuse", "same samples"]
 
 
 class PrivateTraining:
@@ -47,8 +50,25 @@ class PrivateTraining:
 
     @property
     def noise_multiplier(self) -> float:
-        """Noise divided by sensitivity."""
+        """Noise divided by sensitivity; it may be set between two steps, by a schedule."""
         return self._step.mechanism.noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        check_finite("PrivateTraining", "noise_multiplier", value, at_least=0.0)
+        self._check_between_steps("noise_multiplier")
+        self._step.mechanism = dataclasses.replace(self._step.mechanism, noise_multiplier=value)
+
+    @property
+    def clipping(self) -> Clipping:
+        """How gradients are clipped; it may be set between two steps, by a schedule."""
+        return self._step.clipping
+
+    @clipping.setter
+    def clipping(self, value: Clipping) -> None:
+        self._check_between_steps("clipping")
+        value.sensitivity(self._step.names)
+        self._step.clipping = value
 
     @property
     def expected_batch_size(self) -> float:
@@ -64,6 +84,11 @@ class PrivateTraining:
     def steps(self) -> int:
         """How many noisy gradients have been released."""
         return self._step.taken
+
+    @property
+    def samples(self) -> int:
+        """How many samples the next step has so far. Private: it depends on the data."""
+        return self._step.seen.samples
 
     @property
     def noise_key(self) -> NoiseKey:
@@ -92,6 +117,22 @@ class PrivateTraining:
     def report(self) -> Report:
         """Return what each layer's rule, formula and cost are; shapes as of the first backward."""
         return Report.of(self._step)
+
+    def before_release(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call ``listener`` in every step before noise is drawn; return what ends that.
+
+        If it raises, nothing is released, and the step's samples are forgotten.
+        """
+        listeners = self._step.before_release
+        listeners.append(listener)
+        return lambda: listeners.remove(listener)
+
+    def _check_between_steps(self, name: str) -> None:
+        if self._step.seen.microbatches:
+            raise RuntimeError(
+                f"PrivateTraining.{name}: it cannot be set between backward() and step(), whose "
+                "noise is for all samples of the step; set it after step() or zero_grad()"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps beside the model's and the optimizer's state."""
@@ -132,6 +173,7 @@ def make_private(
     noise_key: NoiseKey | None = None,
     loss_scale: float = 1.0,
     keep_norms: bool = False,
+    several_calls: SeveralCalls = "refuse",
 ) -> PrivateTraining:
     """Make ``loss.backward()`` and ``optimizer.step()`` compute private gradients.
 
@@ -157,6 +199,10 @@ def make_private(
         ``torch.amp.GradScaler`` is not for private training, and is refused: its scale follows
         gradients before they are clipped. A fixed number takes its place.
     keep_norms: make ``sample_norms()`` available; not private.
+    several_calls: what two calls of the model in one backward pass are about. ``same samples`` says
+        that index i is one person in all of them: their gradients are added before they are
+        clipped. They must be of the same size, and it must be true: halves of a batch are about
+        different people.
 
     Any number of backward passes (microbatches) make up one logical step; none at all makes a step
     of noise. Raises Unsupported or ValueError before anything is changed.
@@ -165,8 +211,12 @@ def make_private(
     check_finite(op, "noise_multiplier", noise_multiplier, at_least=0.0)
     check_finite(op, "expected_batch_size", expected_batch_size, above=0.0)
     check_finite(op, "loss_scale", loss_scale, above=0.0)
-    if loss_reduction not in ("mean", "sum"):
-        raise ValueError(f"{op}: loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
+    for name, value, choices in (
+        ("loss_reduction", loss_reduction, get_args(Reduction)),
+        ("several_calls", several_calls, get_args(SeveralCalls)),
+    ):
+        if value not in choices:
+            raise ValueError(f"{op}: {name} must be one of {', '.join(choices)}, got {value!r}")
     _check_plain(model)
     modules = layers_of(model)
     layers = flattened(modules)
@@ -190,7 +240,7 @@ def make_private(
     step.keep_norms = keep_norms
     clipping.sensitivity(step.names)
     step.check_preconditioner()
-    capture = Capture(step.layer_complete, step.pass_complete)
+    capture = Capture(step.layer_complete, step.pass_complete, several_calls == "same samples")
     undo = [capture.attach(model, modules), _hook(optimizer, step, parameters)]
 
     def detach() -> None:

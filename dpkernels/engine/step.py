@@ -8,7 +8,7 @@ DP-SGD is this flow with the identity as preconditioner.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -51,7 +51,7 @@ class Mechanism:
 class Seen:
     """What the engine counts. Private: it depends on the samples.
 
-    microbatches, samples: of the logical step that is being collected, or was taken last.
+    microbatches, samples: of the logical step that is being collected.
     sq_norms: ``[L, B]`` of the last microbatch, if they are kept.
     """
 
@@ -98,6 +98,7 @@ class Step:
         self.seen = Seen()
         self.keep_norms = False
         self.taken = 0
+        self.before_release: list[Callable[[], None]] = []
         self._tied = tied
         self._parameters = list(parameters)
         self._sums = Sums(self.layers)
@@ -183,8 +184,14 @@ class Step:
         return SampleNorms(self.names, rows, unit / self.mechanism.loss_scale)
 
     def noisy_gradient(self) -> None:
-        """Noise, once for the logical step, and the result as ``grad`` of every parameter."""
+        """Noise, once for the logical step, and the result as ``grad`` of every parameter.
+
+        What listens to releases is told before there is noise: it may refuse, and what was released
+        has been accounted for even if something fails afterwards.
+        """
         try:
+            for listener in self.before_release:
+                listener()
             flat, views = self._sums.release()
             std = self.mechanism.noise_multiplier * self.clipping.sensitivity(self.names)
             scale = 1.0 / self.mechanism.expected_batch_size
@@ -196,6 +203,7 @@ class Step:
             raise
         self.taken += 1
         self._sides = {}
+        self.seen.microbatches = self.seen.samples = 0
         for parameter, view in views.items():
             parameter.grad = view.to(parameter.dtype)
 

@@ -66,7 +66,7 @@ def test_models_are_refused_by_name(model, match):
         ({"noise_multiplier": -1.0}, "noise_multiplier"),
         ({"noise_multiplier": float("nan")}, "noise_multiplier"),
         ({"expected_batch_size": 0}, "expected_batch_size"),
-        ({"loss_reduction": "average"}, "'mean' or 'sum'"),
+        ({"loss_reduction": "average"}, "one of mean, sum"),
         ({"max_grad_norm": 0.0}, "max_norm"),
         ({"loss_scale": 0.0}, "loss_scale"),
     ],
