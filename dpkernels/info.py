@@ -28,7 +28,7 @@ def collect() -> dict[str, Any]:
     """
     extension = backend.extension
     return {
-        "versions": _versions(),
+        "versions": versions(),
         "devices": _devices(),
         "build": None if extension is None else extension.build_config(),
         "cpu_features": None if extension is None else extension.cpu_features(),
@@ -41,7 +41,8 @@ def collect() -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str | None]:
+def versions() -> dict[str, str | None]:
+    """Return the versions of the package and of what it runs on."""
     try:
         triton: str | None = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

@@ -81,6 +81,11 @@ class PrivateTraining:
         return self._step.clipping.extra_query()
 
     @property
+    def void(self) -> str | None:
+        """Why there is no guarantee whatever the noise, if so: the preconditioner knows."""
+        return getattr(self._step.preconditioner, "not_private", None)
+
+    @property
     def steps(self) -> int:
         """How many noisy gradients have been released."""
         return self._step.taken

@@ -1,0 +1,91 @@
+"""A run that is really killed, again and again, and resumed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from dpkernels.engine.clipping import Adaptive
+from python_tests.run.training import PLACES, STEPS, made, train
+
+ROOT = Path(__file__).parents[2]
+# Killed in every place, at the first step, in the middle, and at the last.
+DEATHS = [
+    (0, "in save"),
+    (2, "after backward"),
+    (4, "after step"),
+    (7, "after save"),
+    (9, "in save"),
+]
+
+
+@pytest.fixture(scope="module", params=["7", "none"], ids=["seed", "entropy"])
+def killed(request, tmp_path_factory):
+    """Return the run that got to the end, where noise was drawn, and the seed."""
+    folder = tmp_path_factory.mktemp("killed")
+    checkpoint, log = folder / "run.pt", folder / "log"
+    command = [sys.executable, "-m", "python_tests.run.training", checkpoint, log, request.param]
+    for step, place in DEATHS:
+        done = subprocess.run([*command, str(step), place], cwd=ROOT, capture_output=True)
+        assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    seed = None if request.param == "none" else int(request.param)
+    run, scheduler = made(seed, clip=Adaptive(1.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        extra = run.load(checkpoint, scheduler=scheduler)
+    assert extra == {"step": STEPS - 1}
+    draws = [json.loads(line) for line in log.read_text().splitlines()]
+    return run, draws, seed
+
+
+def test_the_deaths_are_in_every_place():
+    assert {place for _, place in DEATHS} == set(PLACES)
+
+
+def test_a_killed_run_ends_with_the_epsilon_of_one_that_was_not(killed):
+    run, _, _ = killed
+    whole, scheduler = made(5, clip=Adaptive(1.0))
+    train(whole, scheduler, STEPS)
+    assert run.training.steps == run.accountant.steps == STEPS
+    assert run.epsilon(1e-5) == whole.epsilon(1e-5) > 0
+
+
+def test_noise_is_never_used_twice_by_a_killed_run(killed):
+    run, draws, seed = killed
+    assert len(draws) > STEPS  # some steps were lost and taken again
+    if seed is not None:
+        # From a fixed seed a step that was lost is repeated as it was: same samples, same noise.
+        assert len({tuple(pair) for _, *pair in draws}) == STEPS
+        assert len({(step, *pair) for step, *pair in draws}) == STEPS
+        return
+    assert len({tuple(pair) for _, *pair in draws}) == len(draws)
+    assert len({key for _, key, _ in draws}) == len(DEATHS) + 1
+
+
+def test_a_killed_run_from_a_seed_ends_bit_for_bit_like_one_that_was_not(killed):
+    run, _, seed = killed
+    if seed is None:
+        pytest.skip("noise and samples from the operating system differ, as they should")
+    whole, scheduler = made(seed, clip=Adaptive(1.0))
+    train(whole, scheduler, STEPS)
+    assert whole.training.sensitivity == run.training.sensitivity
+    for wanted, got in zip(
+        whole.training.model.parameters(), run.training.model.parameters(), strict=True
+    ):
+        assert torch.equal(wanted, got)
+
+
+def test_nothing_is_left_beside_the_checkpoint(killed, tmp_path):
+    run, _, _ = killed
+    run.training.discard()
+    for _ in range(2):
+        run.save(tmp_path / "run.pt")
+    assert [file.name for file in tmp_path.iterdir()] == ["run.pt"]
