@@ -1,0 +1,1 @@
+"""Tests of private training as a whole."""
