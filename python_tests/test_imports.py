@@ -24,6 +24,21 @@ ALLOWED = {
     "precondition": ("dpkernels.precondition", *ROOM_OF_OPS),
     "postprocess": ("dpkernels.postprocess", *ROOM_OF_OPS),
     "engine": ("dpkernels.engine", "dpkernels.precondition", *ROOM_OF_OPS),
+    "run": (
+        "dpkernels.run",
+        "dpkernels.engine",
+        "dpkernels.privacy",
+        "dpkernels.precondition",
+        *ROOM_OF_OPS,
+    ),
+    "opacus": (
+        "dpkernels.opacus",
+        "dpkernels.run",
+        "dpkernels.engine",
+        "dpkernels.privacy",
+        "dpkernels.precondition",
+        *ROOM_OF_OPS,
+    ),
     "federated": ("dpkernels.federated", "dpkernels.engine", "dpkernels.privacy", *ROOM_OF_OPS),
 }
 
@@ -71,6 +86,8 @@ def test_the_import_rule(part: str) -> None:
         ("import dpkernels", "ops"),
         ("def late():\n    from dpkernels.federated import fedavg", "engine"),
         ("from dpkernels.ops import clip", "privacy"),
+        ("from dpkernels.privacy import samplers", "engine"),
+        ("from dpkernels.opacus import PrivacyEngine", "run"),
         ("from dpkernels import ops", "backend.py"),
     ],
 )
