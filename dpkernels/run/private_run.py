@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dpkernels.privacy.accountants import Accountant, make_accountant
-from dpkernels.privacy.mechanism import GaussianQuery, Statement, adjacency_of
+from dpkernels.privacy.mechanism import GaussianQuery, Shuffled, Statement, adjacency_of
 from dpkernels.run import checkpoint
 from dpkernels.run.report import RunReport
 
@@ -51,14 +51,14 @@ class PrivateRun:
         self.accountant = make_accountant(accountant) if isinstance(accountant, str) else accountant
         self._unit = unit
         self._void = void or training.void
-        self._stepped_on = -1  # the batch that the last step was about
+        self._stepped_on = loader.batches_handed_out  # the batch that the last step was about
         self._seconds = 0.0
         self._started = time.monotonic()
         self._stop = training.before_release(self._account)
 
     def statement(self) -> Statement:
         """Return what the next step releases, in units of the bound that samples are clipped to."""
-        sampling = self.loader.sampler.sampling
+        sampling = self.loader.sampling
         adjacency = adjacency_of(sampling)
         moved = 2.0 if adjacency == "replace-one" else 1.0
         queries = [GaussianQuery(moved, self.training.noise_multiplier)]
@@ -99,8 +99,12 @@ class PrivateRun:
                 "would count twice: call step() after each batch of the loader, and set its batch "
                 "size and max_physical_batch_size instead of adding batches up"
             )
+        statement, steps = self.statement(), 1
+        if isinstance(statement.sampling, Shuffled):
+            # Epochs are counted by steps, so that a batch which was left out has to count, too.
+            steps = max(1, batch - self._stepped_on)
         self._stepped_on = batch
-        self.accountant.compose(self.statement())
+        self.accountant.compose(statement, steps)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps beside model, optimizer and scheduler."""

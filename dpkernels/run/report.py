@@ -52,7 +52,7 @@ class RunReport:
             epsilon = run.epsilon(delta)
         except NotPrivate as error:
             reason = str(error)
-        training, sampler = run.training, run.loader.sampler
+        training, sampler = run.training, run.loader.private_sampler
         inner = training.report()
         return cls(
             epsilon,
