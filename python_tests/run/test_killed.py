@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import signal
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
 from dpkernels.engine.clipping import Adaptive
-from python_tests.run.training import PLACES, STEPS, made, train
+from python_tests.run.training import PLACES, STEPS, made, main, train
 
-ROOT = Path(__file__).parents[2]
 # Killed in every place, at the first step, in the middle, and at the last.
 DEATHS = [
     (0, "in save"),
@@ -31,11 +28,15 @@ def killed(request, tmp_path_factory):
     """Return the run that got to the end, where noise was drawn, and the seed."""
     folder = tmp_path_factory.mktemp("killed")
     checkpoint, log = folder / "run.pt", folder / "log"
-    command = [sys.executable, "-m", "python_tests.run.training", checkpoint, log, request.param]
-    for step, place in DEATHS:
-        done = subprocess.run([*command, str(step), place], cwd=ROOT, capture_output=True)
-        assert done.returncode == -signal.SIGKILL, done.stderr.decode()
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    # A server that has imported everything, and of which every process is a fork.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["python_tests.run.training"])
+    for step, place in [*DEATHS, (-1, "")]:
+        arguments = (str(checkpoint), str(log), request.param, str(step), place)
+        process = context.Process(target=main, args=arguments)
+        process.start()
+        process.join()
+        assert process.exitcode == (0 if step < 0 else -signal.SIGKILL)
     seed = None if request.param == "none" else int(request.param)
     run, scheduler = made(seed, clip=Adaptive(1.0))
     with warnings.catch_warnings():

@@ -198,7 +198,9 @@ def test_the_report_names_mechanism_cost_and_origin():
     assert state["epsilon"] == run.epsilon(1e-5) and state["delta"] == 1e-5
     assert state["steps"] == 4 and state["noise_multiplier"] == 1.25
     assert state["max_grad_norm"] == 0.5 and "Flat" in state["clipping"]
-    assert state["releases"] == [{"statement": run.statement().to_dict(), "steps": 4}]
+    (release,) = state["releases"]
+    assert release["steps"] == 4
+    assert Statement.from_dict(release["statement"]) == run.statement()
     assert "PoissonSampler" in state["sampler"] and "fixed seed 1" in state["noise"]
     assert [layer["rule"] for layer in state["layers"]] == ["linear", "linear"]
     assert state["depends_on_the_data"] == {"nonfinite_samples": 0}

@@ -1,16 +1,10 @@
-"""A small private run, as a user would write it; as a program, one that can be killed anywhere.
-
-    python -m python_tests.run.training CHECKPOINT LOG SEED [STEP PLACE]
-
-trains on from CHECKPOINT, if it is there, to the last step, and kills itself at STEP and PLACE.
-"""
+"""A small private run, as a user would write it, and one that can be killed anywhere."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import sys
 import warnings
 from pathlib import Path
 
@@ -72,7 +66,10 @@ def train(run: PrivateRun, scheduler, steps: int, at=lambda step, place: None) -
 
 
 def main(checkpoint: str, log: str, seed: str, *death: str) -> None:
-    """Train with a checkpoint after every step, until the end or until death."""
+    """Train on from ``checkpoint``, if it is there, until the end or until death.
+
+    death: the step and the place at which the process kills itself.
+    """
     run, scheduler = made(None if seed == "none" else int(seed), clip=Adaptive(1.0))
     if Path(checkpoint).exists():
         with warnings.catch_warnings():
@@ -109,7 +106,3 @@ def die_while_writing() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     torch.save = half
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
