@@ -28,9 +28,10 @@ def killed(request, tmp_path_factory):
     """Return the run that got to the end, where noise was drawn, and the seed."""
     folder = tmp_path_factory.mktemp("killed")
     checkpoint, log = folder / "run.pt", folder / "log"
-    # A server that has imported everything, and of which every process is a fork.
+    # A server that has imported everything, and of which every process is a fork. Optimizers import
+    # torch._dynamo when they are made.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["python_tests.run.training"])
+    context.set_forkserver_preload(["python_tests.run.training", "torch._dynamo"])
     for step, place in [*DEATHS, (-1, "")]:
         arguments = (str(checkpoint), str(log), request.param, str(step), place)
         process = context.Process(target=main, args=arguments)
