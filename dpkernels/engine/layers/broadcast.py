@@ -61,7 +61,7 @@ def broadcast_forward(
     kwargs: dict[str, Any],
 ) -> Any:
     """Compute the module's output with copies of ``shapes`` in place of its parameters."""
-    copies = per_sample(site, shapes, *layer.parameters.values())
+    copies = per_sample(site, shapes, *current_values(layer))
     with replaced(layer.module, dict(zip(layer.parameters, copies, strict=True))):
         return plain(*args, **kwargs)
 
@@ -86,6 +86,12 @@ def find_shapes(
         for leading in (True, False)
     ]
     return next((shapes for shapes in dict.fromkeys(layouts) if trial.accepts(shapes)), None)
+
+
+def current_values(layer: Layer) -> list[Tensor]:
+    """Return the layer's parameters as its module has them now: of shards, the whole."""
+    slots: dict[str, Any] = layer.module._parameters
+    return [slots[name] for name in layer.parameters]
 
 
 @contextmanager
@@ -209,7 +215,7 @@ class Trial:
         that draws random numbers.
         """
         generator = torch.Generator()
-        values = [_perturbed(self.layer.parameters.values(), generator) for _ in range(2)]
+        values = [_perturbed(current_values(self.layer), generator) for _ in range(2)]
         chosen = torch.randperm(self.batch, generator=generator) % 2 == 1
         rows = [
             [_copies(p, shape) for p, shape in zip(value, shapes, strict=True)] for value in values

@@ -152,7 +152,7 @@ class ConvLayer(Layer):
                 f"{self.describe()}: a convolution with groups takes no preconditioner, which "
                 "would mix groups that the layer keeps apart; leave it out"
             )
-        check_sizes(self, sides, module.out_channels, module.weight[0].numel())
+        check_sizes(self, sides, module.out_channels, module.weight.shape[1:].numel())
 
 
 class TransposedConvLayer(Layer):

@@ -22,6 +22,7 @@ from dpkernels.engine.capture import Site
 from dpkernels.engine.layers.broadcast import (
     agree,
     changed_buffers,
+    current_values,
     replaced,
     unchanged_buffers,
 )
@@ -58,7 +59,7 @@ class SampleCall:
 
         errors: of the outputs that have samples. Raises Unsupported where ``vmap`` cannot go.
         """
-        parameters = [p.detach() for p in self.layer.parameters.values()]
+        parameters = [p.detach() for p in current_values(self.layer)]
 
         def of_one(errors: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> Any:
             run: Callable[..., Any] = vjp
@@ -161,7 +162,9 @@ class Fallback:
         inputs = [leaves[k] for k in positions]
         buffers = list(layer.module.buffers())
         versions, states = _versions(inputs), _versions(buffers)
-        with replaced(layer.module, {name: p.detach() for name, p in layer.parameters.items()}):
+        parameters = current_values(layer)
+        frozen = [p.detach() for p in parameters]
+        with replaced(layer.module, dict(zip(layer.parameters, frozen, strict=True))):
             output = plain(*args, **kwargs)
         if states != _versions(buffers):
             raise changed_buffers(layer)
@@ -186,7 +189,7 @@ class Fallback:
             tuple(y.dim() > 0 and y.shape[0] == batch for y in outputs),
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
         )
-        tapped = iter(tap(site, self, call, *outputs, *inputs, *layer.parameters.values()))
+        tapped = iter(tap(site, self, call, *outputs, *inputs, *parameters))
         results = [next(tapped) if floating([y]) else y for y in results]
         return tree_unflatten(results, result_structure)
 
@@ -213,7 +216,7 @@ class Fallback:
         """
         layer = self._layer
         if outputs[0].shape[0] == 0:
-            return tuple(p.new_zeros(0, *p.shape) for p in layer.parameters.values())
+            return tuple(p.new_zeros(0, *p.shape) for p in current_values(layer))
         with site.paused():
             if self.flops is None:
                 # Imported here because it brings triton along.
