@@ -2,6 +2,7 @@
 
 from dpkernels.engine.clipping import Adaptive, Automatic, Clipping, Flat, NoisyCount, PerLayer
 from dpkernels.engine.convert import batch_norm_to_group_norm
+from dpkernels.engine.distributed import Ranks
 from dpkernels.engine.layers.layer import Unsupported
 from dpkernels.engine.private import PrivateTraining, make_private
 from dpkernels.engine.report import LayerReport, Report
@@ -15,6 +16,7 @@ __all__ = [
     "NoisyCount",
     "PerLayer",
     "PrivateTraining",
+    "Ranks",
     "Report",
     "Unsupported",
     "batch_norm_to_group_norm",

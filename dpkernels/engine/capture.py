@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from dpkernels.engine.sharding import guard_unsharded
+
 if TYPE_CHECKING:
     from dpkernels.engine.layers.layer import Layer, Norms
 
@@ -110,8 +112,8 @@ class Capture:
         for layer in layers:
             undo.append(self._route(layer))
         for layer in flattened(layers):
-            undo += [self._guard(layer, p) for p in layer.parameters.values()]
-        undo.append(self._enclose(model))
+            undo += [_guard(layer.describe(), p) for p in layer.parameters.values()]
+        undo += [guard_unsharded(model, _guard), self._enclose(model)]
 
         def detach() -> None:
             for one in reversed(undo):
@@ -149,22 +151,6 @@ class Capture:
         if routed is None:
             return lambda: delattr(model, "forward")
         return lambda: setattr(model, "forward", routed)
-
-    @staticmethod
-    def _guard(layer: Layer, parameter: nn.Parameter) -> Callable[[], None]:
-        """Raise as soon as autograd itself computes a gradient of a parameter."""
-
-        def refuse(gradient: Tensor | None) -> None:
-            # The captured layers' own gradient is None.
-            if gradient is not None:
-                raise RuntimeError(
-                    f"a parameter of {layer.describe()} is used outside of its layer's forward "
-                    "pass, so that a part of its gradient would not be clipped; use the layer only "
-                    "by calling it, and decay weights in the optimizer instead of the loss"
-                )
-
-        remove: Callable[[], None] = parameter.register_hook(refuse).remove
-        return remove
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -246,6 +232,22 @@ class Capture:
         if self._open is current:
             self._open = None
             self._pass_complete(current)
+
+
+def _guard(owner: str, parameter: Tensor) -> Callable[[], None]:
+    """Raise as soon as autograd itself computes a gradient of a parameter."""
+
+    def refuse(gradient: Tensor | None) -> None:
+        # The captured layers' own gradient is None.
+        if gradient is not None:
+            raise RuntimeError(
+                f"a parameter of {owner} is used outside of its layer's forward pass, so that a "
+                "part of its gradient would not be clipped; use the layer only by calling it, and "
+                "decay weights in the optimizer instead of the loss"
+            )
+
+    remove: Callable[[], None] = parameter.register_hook(refuse).remove
+    return remove
 
 
 def flattened(layers: Sequence[Layer]) -> list[Layer]:

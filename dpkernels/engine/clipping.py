@@ -14,9 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dpkernels.engine.distributed import ALONE, Ranks
 from dpkernels.ops import clip
 from dpkernels.ops.checks import check_finite
-from dpkernels.ops.noise import NoiseKey, add_gaussian_noise_
+from dpkernels.ops.noise import NoiseKey
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,11 @@ class Clipping(Protocol):
         """L2 distance that the sum can move when one sample is added or removed."""
         ...
 
-    def end_step(self, key: NoiseKey, expected_batch: float) -> None:
-        """Learn from the step that is over, through noise; called once for each logical step."""
+    def end_step(self, key: NoiseKey, expected_batch: float, ranks: Ranks) -> None:
+        """Learn from the step that is over, through noise; called once for each logical step.
+
+        ranks: the processes that took the step, which must all learn the same.
+        """
         ...
 
     def discard_step(self) -> None:
@@ -78,7 +82,7 @@ class Clipping(Protocol):
 class _Fixed:
     """A bound that does not change."""
 
-    def end_step(self, key: NoiseKey, expected_batch: float) -> None:
+    def end_step(self, key: NoiseKey, expected_batch: float, ranks: Ranks = ALONE) -> None:
         """Nothing is learnt."""
 
     def discard_step(self) -> None:
@@ -211,11 +215,11 @@ class Adaptive:
         """C of this step."""
         return self.max_norm
 
-    def end_step(self, key: NoiseKey, expected_batch: float) -> None:
-        """Move C towards the quantile by the noisy count."""
-        count = torch.tensor([self._count], dtype=torch.float64)
+    def end_step(self, key: NoiseKey, expected_batch: float, ranks: Ranks = ALONE) -> None:
+        """Move C towards the quantile by the noisy count of all ranks."""
+        count = torch.tensor([self._count], dtype=torch.float64, device=ranks.device)
         self.discard_step()
-        add_gaussian_noise_(count, self.count_std, key)
+        ranks.noisy_sum_([count], self.count_std, key)
         fraction = float(count) / expected_batch + 0.5
         moved = self.max_norm * math.exp(-self.rate * (fraction - self.quantile))
         self.max_norm = min(max(moved, self.minimum), self.maximum)

@@ -5,21 +5,26 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpkernels.engine.capture import Capture, flattened
 from dpkernels.engine.clipping import Clipping, Flat, NoisyCount
+from dpkernels.engine.distributed import Ranks, bypass_reducer, group_of, parameter_facts
 from dpkernels.engine.layers.layer import Unsupported
 from dpkernels.engine.layers.tied import tie
 from dpkernels.engine.report import Report
 from dpkernels.engine.rules import check_optimizer, layers_of
+from dpkernels.engine.sharding import sharding_group
 from dpkernels.engine.step import Mechanism, Reduction, Step
 from dpkernels.ops.checks import check_finite
 from dpkernels.ops.noise import NoiseKey
 from dpkernels.precondition import FixedSides, Preconditioner
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 SeveralCalls = Literal["refuse", "same samples"]
 
@@ -29,7 +34,8 @@ class PrivateTraining:
 
     Unit: one sample (index of the first axis), added or removed. Seen: the noisy gradients, so all
     models. Sensitivity of the sum: ``sensitivity``. Noise: N(0, (sigma * sensitivity)^2), once for
-    each ``optimizer.step()``. Sampling is the caller's, and the accountant's, business.
+    each ``optimizer.step()``, in independent shares of all ranks if there are several. Sampling is
+    the caller's, and the accountant's, business.
 
     Between ``backward()`` and ``step()`` parameters have no ``grad``: sums without noise are not
     handed out. Afterwards ``grad`` is the noisy gradient.
@@ -72,7 +78,7 @@ class PrivateTraining:
 
     @property
     def expected_batch_size(self) -> float:
-        """The public number that sums are divided by."""
+        """The public number that sums, of all ranks together, are divided by."""
         return self._step.mechanism.expected_batch_size
 
     @property
@@ -91,18 +97,28 @@ class PrivateTraining:
         return self._step.taken
 
     @property
+    def world_size(self) -> int:
+        """How many processes make up a step."""
+        return self._step.ranks.size
+
+    @property
+    def rank(self) -> int:
+        """Which of them this is."""
+        return self._step.ranks.rank
+
+    @property
     def samples(self) -> int:
-        """How many samples the next step has so far. Private: it depends on the data."""
+        """How many samples of this rank the next step has so far. Private: it shows the data."""
         return self._step.seen.samples
 
     @property
     def noise_key(self) -> NoiseKey:
-        """Where the noise comes from."""
+        """Where the noise comes from: of this rank's share, if there are several."""
         return self._step.key
 
     @property
     def nonfinite_samples(self) -> int:
-        """How many samples were dropped so far. Private: it depends on the data."""
+        """How many samples of this rank were dropped so far. Private: it depends on the data."""
         return self._step.seen.nonfinite()
 
     def sample_norms(self) -> dict[str, Tensor]:
@@ -126,7 +142,7 @@ class PrivateTraining:
     def before_release(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Call ``listener`` in every step before noise is drawn; return what ends that.
 
-        If it raises, nothing is released, and the step's samples are forgotten.
+        If it raises, nothing is released, on no rank, and the step's samples are forgotten.
         """
         listeners = self._step.before_release
         listeners.append(listener)
@@ -140,16 +156,31 @@ class PrivateTraining:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps beside the model's and the optimizer's state."""
+        """Return what a checkpoint keeps beside the model's and the optimizer's state.
+
+        With a seeded key, each rank has a state of its own; else that of any rank is good for all.
+        """
         bound = getattr(self._step.clipping, "max_norm", None)
         return {
             "steps": self._step.taken,
             "noise_key": self._step.key.state_dict(),
+            "rank": self.rank,
+            "world_size": self.world_size,
             "max_norm": None if bound is None or isinstance(bound, Mapping) else float(bound),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after a checkpoint, without unfinished microbatches; noise is never repeated."""
+        """Go on after a checkpoint, without unfinished microbatches; noise is never repeated.
+
+        Raises ValueError for a seeded key of another rank, which would draw that rank's noise.
+        """
+        place = state.get("rank", 0), state.get("world_size", 1)
+        if state["noise_key"]["seed"] is not None and place != (self.rank, self.world_size):
+            raise ValueError(
+                f"PrivateTraining.load_state_dict: state has the seeded key of rank {place[0]} of "
+                f"{place[1]}, but this is rank {self.rank} of {self.world_size}, whose noise must "
+                "be its own; save and load one state for each rank"
+            )
         self._step.discard()
         self._step.key.load_state_dict(state["noise_key"])
         self._step.taken = state["steps"]
@@ -179,6 +210,7 @@ def make_private(
     loss_scale: float = 1.0,
     keep_norms: bool = False,
     several_calls: SeveralCalls = "refuse",
+    process_group: ProcessGroup | None = None,
 ) -> PrivateTraining:
     """Make ``loss.backward()`` and ``optimizer.step()`` compute private gradients.
 
@@ -186,12 +218,15 @@ def make_private(
         checked by the length of the axis, so it cannot be where a layer's first axis holds
         something else, positions say, and is as long as the batch by chance. Call the model itself:
         for layers called one by one the number of samples is taken from what they are given.
+        ``DistributedDataParallel`` of such a model, or one that ``fully_shard`` (FSDP2) has
+        sharded, is trained by all of its processes together.
     optimizer: any ``torch.optim`` optimizer over its trained parameters.
     noise_multiplier: sigma >= 0; 0 gives no privacy, and says so.
     max_grad_norm: C, the norm that every sample's gradient is clipped to; or one of
         ``dpkernels.clipping``: ``Flat``, ``PerLayer``, ``Automatic``, ``Adaptive``.
     expected_batch_size: samples of a logical step, as expected (q times the number of records under
-        Poisson sampling): a public number that the noisy sum is divided by.
+        Poisson sampling), of all processes together: a public number that the noisy sum is divided
+        by.
     loss_reduction: ``mean`` if the loss is an average over the samples of its backward pass,
         ``sum`` if it is a sum (or ``backward`` gets a vector of losses and ones). An average over
         something that differs between samples (``ignore_index``, class weights) is not a mean over
@@ -199,7 +234,8 @@ def make_private(
         privacy, which is not checked: with the wrong one, a sample's clipped gradient depends on
         how many others there are.
     preconditioner: factors for each layer's gradient, applied before it is clipped.
-    noise_key: from the operating system's entropy if None.
+    noise_key: from the operating system's entropy if None. Of a seeded one, each rank takes a child
+        of its own.
     loss_scale: what the loss is multiplied by before ``backward()``, against underflow in float16.
         ``torch.amp.GradScaler`` is not for private training, and is refused: its scale follows
         gradients before they are clipped. A fixed number takes its place.
@@ -208,6 +244,13 @@ def make_private(
         that index i is one person in all of them: their gradients are added before they are
         clipped. They must be of the same size, and it must be true: halves of a batch are about
         different people.
+    process_group: of processes that train copies of a plain model together: each backward pass is
+        over a rank's own samples, and ``optimizer.step()`` is a step of all. Parameters must have
+        the same values everywhere. None: this process alone, or the processes of the model.
+
+    Every rank must take every step, with or without samples (and under FSDP2 as many forward and
+    backward passes as the others, if need be with none: ``x[:0]``). Arguments are compared between
+    ranks here, once. How a step fails in one of several processes: ``dpkernels.engine.Ranks``.
 
     Any number of backward passes (microbatches) make up one logical step; none at all makes a step
     of noise. Raises Unsupported or ValueError before anything is changed.
@@ -223,7 +266,8 @@ def make_private(
         if value not in choices:
             raise ValueError(f"{op}: {name} must be one of {', '.join(choices)}, got {value!r}")
     _check_plain(model)
-    modules = layers_of(model)
+    inner, group = group_of(model, process_group)
+    modules = layers_of(inner)
     layers = flattened(modules)
     groups = tie(layers)
     parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters.values()))
@@ -231,28 +275,50 @@ def make_private(
     clipping = (
         Flat(float(max_grad_norm)) if isinstance(max_grad_norm, int | float) else max_grad_norm
     )
+    mechanism = Mechanism(noise_multiplier, expected_batch_size, loss_reduction, loss_scale)
+    ranks = Ranks(sharding_group(inner, group), parameters[0].device)
     if noise_multiplier == 0:
         warnings.warn(f"{op}: noise_multiplier=0 adds no noise: not private", stacklevel=2)
     step = Step(
         layers,
         groups,
         parameters,
-        Mechanism(noise_multiplier, expected_batch_size, loss_reduction, loss_scale),
+        mechanism,
         clipping,
         preconditioner or FixedSides({}),
-        noise_key or NoiseKey(),
+        ranks.own_key(noise_key),
+        ranks,
     )
     step.keep_norms = keep_norms
     clipping.sensitivity(step.names)
     step.check_preconditioner()
+    if ranks.size > 1:
+        ranks.check_same(_facts(step, several_calls) | parameter_facts(inner))
     capture = Capture(step.layer_complete, step.pass_complete, several_calls == "same samples")
-    undo = [capture.attach(model, modules), _hook(optimizer, step, parameters)]
+    undo = [
+        capture.attach(inner, modules),
+        bypass_reducer(model),
+        _hook(optimizer, step, parameters),
+    ]
 
     def detach() -> None:
         for one in undo:
             one()
 
     return PrivateTraining(model, optimizer, step, detach)
+
+
+def _facts(step: Step, several_calls: SeveralCalls) -> dict[str, str]:
+    """Return what all ranks must agree on, beside the parameters."""
+    clipping = step.clipping
+    sensitivity = clipping.sensitivity(step.names)
+    sides = [f"{name}: {step.preconditioner.sides(name).describe()}" for name in step.names]
+    return {field: repr(value) for field, value in vars(step.mechanism).items()} | {
+        # Others may have a repr that says where in memory they are.
+        "max_grad_norm": repr(clipping if dataclasses.is_dataclass(clipping) else sensitivity),
+        "several_calls": several_calls,
+        "preconditioner": ", ".join(sides),
+    }
 
 
 def _hook(

@@ -18,6 +18,7 @@ from dpkernels.engine.layers.linear import LinearLayer
 from dpkernels.engine.layers.recurrent import CellLayer, RecurrentLayer
 from dpkernels.engine.layers.scale_shift import ScaleShiftLayer
 from dpkernels.engine.layers.transposed_linear import TransposedLinearLayer, is_conv1d
+from dpkernels.engine.sharding import fsdp_modules
 
 _RULES: dict[type[nn.Module], type[Layer]] = {
     nn.Linear: LinearLayer,
@@ -82,6 +83,13 @@ def _layer_of(name: str, module: nn.Module, trained: dict[str, nn.Parameter]) ->
             f"{', '.join(trained)} could be followed; register them in the module that uses them, "
             "or freeze them with requires_grad_(False)"
         )
+    if any(inside is not module for inside in fsdp_modules(module)):
+        raise Unsupported(
+            f"{_described(name, module)} has parameters of its own, {', '.join(trained)}, and is "
+            "run several times to find out how it uses them, as often as a rank's samples need; "
+            "but fully_shard was called on modules inside, whose every run all ranks must share; "
+            "put these parameters into a small module of their own"
+        )
     return BareLayer(name, module, trained)
 
 
@@ -118,8 +126,13 @@ def _check_module(name: str, module: nn.Module) -> None:
     described = _described(name, module)
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise Unsupported(
-            f"{described} adds up gradients of several processes or devices, which would be done "
-            "before they are clipped; pass the module inside, model.module, in one process"
+            f"{described} adds up gradients of several devices before they have noise; pass the "
+            "module inside, model.module, or wrap the whole model in DistributedDataParallel"
+        )
+    if type(module).__name__ == "FullyShardedDataParallel":
+        raise Unsupported(
+            f"{described} makes one flat parameter of all, in which layers' own cannot be told "
+            "apart; use torch.distributed.fsdp.fully_shard"
         )
     if any(nn.parameter.is_lazy(parameter) for parameter in module.parameters(recurse=False)):
         raise Unsupported(

@@ -1,7 +1,7 @@
 """One logical step of private training, in the order in which it happens.
 
     capture -> norms -> factors -> sum      for each microbatch, in its backward pass
-    noise -> optimizer                      once, in ``optimizer.step()``
+    noise -> sum over ranks -> optimizer    once, in ``optimizer.step()``
 
 DP-SGD is this flow with the identity as preconditioner.
 """
@@ -18,11 +18,13 @@ from torch import Tensor, nn
 
 from dpkernels.engine.capture import Captured, Pass
 from dpkernels.engine.clipping import Clipping, SampleNorms
+from dpkernels.engine.distributed import ALONE, Ranks
 from dpkernels.engine.layers.layer import Layer
 from dpkernels.engine.layers.tied import TiedGroup
+from dpkernels.engine.sharding import gradient_of
 from dpkernels.engine.sums import Sums
 from dpkernels.ops.ghost.plan import Plan
-from dpkernels.ops.noise import NoiseKey, add_gaussian_noise_
+from dpkernels.ops.noise import NoiseKey
 from dpkernels.precondition import Preconditioner, Sides
 
 Reduction = Literal["mean", "sum"]
@@ -36,7 +38,7 @@ class Mechanism:
     """What a step releases: a sum of clipped gradients with noise, divided by a public number.
 
     noise_multiplier: sigma: the noise is N(0, (sigma * sensitivity)^2) on every element of the sum.
-    expected_batch_size: what the sum is divided by; never the realised number of samples.
+    expected_batch_size: what the sum is divided by, over all ranks; never the realised number.
     loss_reduction: how the loss adds up over the samples of one backward pass.
     loss_scale: what the loss is multiplied by before backward(), against underflow in float16.
     """
@@ -90,11 +92,12 @@ class Step:
         clipping: Clipping,
         preconditioner: Preconditioner,
         key: NoiseKey,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.layers: tuple[Layer, ...] = (*(x for x in layers if not x.shared), *tied)
         self.names = tuple(layer.name for layer in self.layers)
         self.mechanism, self.clipping, self.key = mechanism, clipping, key
-        self.preconditioner = preconditioner
+        self.preconditioner, self.ranks = preconditioner, ranks
         self.seen = Seen()
         self.keep_norms = False
         self.taken = 0
@@ -190,14 +193,14 @@ class Step:
         has been accounted for even if something fails afterwards.
         """
         try:
-            for listener in self.before_release:
-                listener()
+            self._announce()
+            sigma, expected = self.mechanism.noise_multiplier, self.mechanism.expected_batch_size
+            sensitivity = self.clipping.sensitivity(self.names)
+            self.ranks.confirm(sigma, sensitivity, expected, self.taken)
             flat, views = self._sums.release()
-            std = self.mechanism.noise_multiplier * self.clipping.sensitivity(self.names)
-            scale = 1.0 / self.mechanism.expected_batch_size
-            for buffer in flat:
-                add_gaussian_noise_(buffer, std, self.key, scale=scale)
-            self.clipping.end_step(self.key, self.mechanism.expected_batch_size)
+            self.ranks.noisy_sum_(flat, sigma * sensitivity, self.key, 1.0 / expected)
+            self.clipping.end_step(self.key, expected, self.ranks)
+            self.ranks.complete()
         except BaseException:
             self.discard()
             raise
@@ -205,7 +208,16 @@ class Step:
         self._sides = {}
         self.seen.microbatches = self.seen.samples = 0
         for parameter, view in views.items():
-            parameter.grad = view.to(parameter.dtype)
+            parameter.grad = gradient_of(parameter, view)
+
+    def _announce(self) -> None:
+        """Tell what listens; a refusal is this step's, whichever rank it comes from."""
+        try:
+            for listener in self.before_release:
+                listener()
+        except Exception:
+            self.ranks.withdraw()
+            raise
 
     def discard(self) -> None:
         """Forget the microbatches that have not been released."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import dpkernels
-from dpkernels.engine import step as engine_step
+from dpkernels.engine import distributed
 from dpkernels.engine.capture import Capture
 from dpkernels.engine.clipping import Flat
 from dpkernels.ops.ghost import linear
@@ -30,7 +30,7 @@ PLACES = {
     "norms": lambda model: (linear, "norms_unchecked"),
     "factors": lambda model: (Flat, "factors"),
     "sums": lambda model: (linear.LinearNorms, "add_to"),
-    "noise": lambda model: (engine_step, "add_gaussian_noise_"),
+    "noise": lambda model: (distributed, "add_gaussian_noise_"),
     "end of the step": lambda model: (Flat, "end_step"),
     "optimizer": lambda model: (sys.modules[torch.optim.SGD.__module__], "sgd"),
 }
