@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import dpkernels
-from dpkernels.engine import clipping, step, sums
+from dpkernels.engine import clipping, distributed, step, sums
 from dpkernels.engine.layers.conv import ConvLayer
 from dpkernels.engine.layers.layer import WeightAndBias
 from dpkernels.engine.layers.linear import LinearLayer
@@ -241,7 +241,7 @@ def noise_in_half_precision(patch):
         noise = (noise * 16).round() / 16  # as few values as a narrow generator has
         buffer.copy_(((buffer.bfloat16() + std * noise.bfloat16()) * scale).to(buffer.dtype))
 
-    patch.setattr(step, "add_gaussian_noise_", halved)
+    patch.setattr(distributed, "add_gaussian_noise_", halved)
 
 
 def bad_samples_are_dropped():
@@ -290,6 +290,40 @@ def state_without_the_noise_counter(patch):
     patch.setattr(dpkernels.NoiseKey, "state_dict", lambda self: plain(self) | {"counter": 0})
 
 
+def rank(index, size=2):
+    """Return one of several processes, as far as noise is concerned."""
+    one = distributed.Ranks()
+    one._group, one.rank, one.size = object(), index, size
+    return one
+
+
+def ranks_have_keys_of_their_own():
+    assert rank(0).own_key(seeded()).key != rank(1).own_key(seeded()).key
+
+
+def same_seed_on_every_rank(patch):
+    patch.setattr(distributed.Ranks, "own_key", lambda self, key: key)
+
+
+def shares_add_up_to_the_noise():
+    total = torch.zeros(120_000)
+    with pytest.MonkeyPatch.context() as patch:
+        sent = SimpleNamespace(wait=lambda: None)
+        patch.setattr(distributed.dist, "all_reduce", lambda *args, **options: sent)
+        for index in range(4):
+            part = torch.zeros_like(total)
+            rank(index, 4).noisy_sum_([part], 2.0, rank(index, 4).own_key(seeded()))
+            total += part
+    assert float(total.std()) == pytest.approx(2.0, rel=5 / math.sqrt(2 * total.numel()))
+
+
+def noise_once_a_rank(patch):
+    plain = distributed.add_gaussian_noise_
+    patch.setattr(
+        distributed, "add_gaussian_noise_", lambda x, std, key, **kw: plain(x, 2 * std, key, **kw)
+    )
+
+
 BUGS = {
     division_by_the_realised_batch_size: divided_by_a_public_number,
     clip_norm_ignored: ghost_norms_clip,
@@ -301,6 +335,8 @@ BUGS = {
     groups_summed_over_the_wrong_axis: groups_of_channels_are_apart,
     noise_in_half_precision: noise_is_wider_than_the_parameters,
     nan_survives_the_clip: bad_samples_are_dropped,
+    noise_once_a_rank: shares_add_up_to_the_noise,
+    same_seed_on_every_rank: ranks_have_keys_of_their_own,
     state_without_the_noise_counter: a_checkpoint_knows_what_noise_was_used,
 }
 

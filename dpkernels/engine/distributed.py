@@ -137,12 +137,19 @@ class Ranks:
         smallest: list[int] = ballot.tolist()
         return smallest
 
+    def gathered(self, own: Any = None) -> list[Any]:
+        """Return what each rank passes, which must be of plain types; a rank waits for all."""
+        if self._group is None:
+            return [own]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, own, group=self._group)
+        return found
+
     def check_same(self, facts: Mapping[str, str]) -> None:
         """Raise ValueError, on every rank, for the first of the facts that ranks disagree about."""
         if self._group is None:
             return
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, dict(facts), group=self._group)
+        found = self.gathered(dict(facts))
         for name in dict.fromkeys(name for one in found for name in one):
             values = [one.get(name, "none") for one in found]
             if len(set(values)) > 1:

@@ -107,6 +107,11 @@ class PrivateTraining:
         return self._step.ranks.rank
 
     @property
+    def ranks(self) -> Ranks:
+        """The processes that make up a step."""
+        return self._step.ranks
+
+    @property
     def samples(self) -> int:
         """How many samples of this rank the next step has so far. Private: it shows the data."""
         return self._step.seen.samples
@@ -166,7 +171,8 @@ class PrivateTraining:
             "noise_key": self._step.key.state_dict(),
             "rank": self.rank,
             "world_size": self.world_size,
-            "max_norm": None if bound is None or isinstance(bound, Mapping) else float(bound),
+            "noise_multiplier": self.noise_multiplier,
+            "max_norm": dict(bound) if isinstance(bound, Mapping) else bound,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -184,8 +190,12 @@ class PrivateTraining:
         self._step.discard()
         self._step.key.load_state_dict(state["noise_key"])
         self._step.taken = state["steps"]
+        self.noise_multiplier = state["noise_multiplier"]
+        clipping: Any = self._step.clipping
         if self.extra_query is not None:
-            self._step.clipping.max_norm = state["max_norm"]  # type: ignore[attr-defined]
+            clipping.max_norm = state["max_norm"]
+        elif state["max_norm"] is not None:
+            self._step.clipping = dataclasses.replace(clipping, max_norm=state["max_norm"])
 
     def discard(self) -> None:
         """Forget microbatches since the last step, as ``optimizer.zero_grad()`` does."""

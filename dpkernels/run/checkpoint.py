@@ -1,5 +1,8 @@
 """Checkpoints of a private run: written as a whole or not at all, and resumed at the same epsilon.
 
+Each of several processes writes a file of its own, beside which the new one stands until all have
+written theirs, so that there is always one step that all of them have.
+
 A run that is resumed repeats the steps after its last checkpoint with other noise, and counts them
 once. That is right as long as nobody saw the models of the steps that were lost; whoever publishes
 models as they are made writes a checkpoint before publishing each.
@@ -26,6 +29,7 @@ def save(
 ) -> None:
     """Write model, optimizer, scheduler, accountant, loader, noise and torch's generators.
 
+    path: of the file; of several processes, each appends ``.rank0`` and so on. All must call it.
     extra: the caller's own, of tensors, numbers, strings, lists and dicts.
 
     Keys from the operating system are not written: whoever read them could subtract the noise.
@@ -35,18 +39,23 @@ def save(
             "save: it cannot be called between backward() and step(): sums without noise are not "
             "written; call it after step()"
         )
-    write_atomically(
-        path,
-        {
-            "format": _FORMAT,
-            "model": run.training.model.state_dict(),
-            "optimizer": run.training.optimizer.state_dict(),
-            "scheduler": None if scheduler is None else scheduler.state_dict(),
-            "run": run.state_dict(),
-            "generators": _generators(),
-            "extra": extra,
-        },
-    )
+    state = {
+        "format": _FORMAT,
+        "model": run.training.model.state_dict(),
+        "optimizer": run.training.optimizer.state_dict(),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "run": run.state_dict(),
+        "generators": _generators(),
+        "extra": extra,
+    }
+    ranks = run.training.ranks
+    if ranks.size == 1:
+        write_atomically(path, state)
+        return
+    old, new = _files(path, ranks.rank)
+    write_atomically(new, state)
+    ranks.gathered()
+    os.replace(new, old)
 
 
 def load(path: str | os.PathLike[str], run: PrivateRun, *, scheduler: Any = None) -> Any:
@@ -54,9 +63,7 @@ def load(path: str | os.PathLike[str], run: PrivateRun, *, scheduler: Any = None
 
     Noise goes on with a key of its own, or, from a fixed seed, with the next counter.
     """
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(state, dict) or state.get("format") != _FORMAT:
-        raise ValueError(f"load: {os.fspath(path)} is not a checkpoint of a private run")
+    state = _read(path) if run.training.ranks.size == 1 else _latest_of_all(path, run)
     if (state["scheduler"] is None) is not (scheduler is None):
         there = "has none" if state["scheduler"] is None else "has one"
         raise ValueError(f"load: scheduler must be given as it was to save(), which {there}")
@@ -67,6 +74,33 @@ def load(path: str | os.PathLike[str], run: PrivateRun, *, scheduler: Any = None
     run.load_state_dict(state["run"])
     _set_generators(state["generators"])
     return state["extra"]
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(state, dict) or state.get("format") != _FORMAT:
+        raise ValueError(f"load: {os.fspath(path)} is not a checkpoint of a private run")
+    return state
+
+
+def _files(path: str | os.PathLike[str], rank: int) -> tuple[Path, Path]:
+    """Return where a rank's checkpoint is, and where it is until all have written theirs."""
+    own = f"{os.fspath(path)}.rank{rank}"
+    return Path(own), Path(f"{own}.new")
+
+
+def _latest_of_all(path: str | os.PathLike[str], run: PrivateRun) -> dict[str, Any]:
+    """Return this rank's state of the last step that all ranks have."""
+    ranks = run.training.ranks
+    there = [_read(file) for file in _files(path, ranks.rank) if file.exists()]
+    own = {state["run"]["training"]["steps"]: state for state in there}
+    common = set.intersection(*map(set, ranks.gathered(list(own))))
+    if not common:
+        raise FileNotFoundError(
+            f"load: {os.fspath(path)} has no checkpoint that all {ranks.size} ranks wrote; start "
+            "as many processes as wrote it"
+        )
+    return own[max(common)]
 
 
 def write_atomically(path: str | os.PathLike[str], state: Any) -> None:

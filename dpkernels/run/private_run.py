@@ -49,6 +49,14 @@ class PrivateRun:
         self.training = training
         self.loader = loader
         self.accountant = make_accountant(accountant) if isinstance(accountant, str) else accountant
+        sampler = loader.private_sampler
+        if (sampler.rank, sampler.world_size) != (training.rank, training.world_size):
+            raise ValueError(
+                f"PrivateRun: loader's sampler draws for rank {sampler.rank} of "
+                f"{sampler.world_size}, but this process trains as rank {training.rank} of "
+                f"{training.world_size}; pass rank= and world_size= to the sampler, so that every "
+                "record belongs to one process"
+            )
         self._unit = unit
         self._void = void or training.void
         self._stepped_on = loader.batches_handed_out  # the batch that the last step was about

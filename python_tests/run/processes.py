@@ -1,0 +1,134 @@
+"""Scenarios of runs in several processes; each returns what its rank has seen."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import TensorDataset
+
+import dpkernels
+from dpkernels.privacy.samplers import PoissonSampler
+from dpkernels.run.loader import PrivateLoader
+from dpkernels.run.private_run import PrivateRun
+from python_tests.engine.distributed.processes import error_of, full
+from python_tests.run.training import RATE, RECORDS, train
+
+
+def made(wrap, seed=3):
+    """Return a run over all processes, and its scheduler."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    data = TensorDataset(torch.randn(RECORDS, 6), torch.arange(RECORDS) % 3)
+    model = wrap(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    sampler = PoissonSampler(
+        RECORDS, RATE, seed=seed, rank=dist.get_rank(), world_size=dist.get_world_size()
+    )
+    training = dpkernels.make_private(
+        model,
+        optimizer,
+        noise_multiplier=1.5,
+        max_grad_norm=1.0,
+        expected_batch_size=sampler.expected_batch_size,
+        loss_reduction="mean",
+        noise_key=dpkernels.NoiseKey.from_seed(seed),
+    )
+    run = PrivateRun(training, PrivateLoader(data, sampler), accountant="rdp")
+    return run, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def shared_folder() -> Path:
+    """Return a folder that all ranks know."""
+    name = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(name)
+    return Path(name[0])
+
+
+def parameters(run) -> list[torch.Tensor]:
+    return [full(p) for p in run.training.model.parameters()]
+
+
+def resumed(wrap) -> dict:
+    """Train, with a checkpoint on the way; go on from it as another process would."""
+    folder = shared_folder()
+    run, scheduler = made(wrap)
+    train(run, scheduler, 3)
+    run.save(folder / "run.pt", scheduler=scheduler)
+    train(run, scheduler, 6)
+    again, scheduler = made(wrap)
+    again.load(folder / "run.pt", scheduler=scheduler)
+    train(again, scheduler, 6)
+    return {
+        "files": sorted(file.name for file in folder.iterdir()),
+        "whole": parameters(run),
+        "resumed": parameters(again),
+        "epsilons": (run.epsilon(1e-5), again.epsilon(1e-5)),
+        "batches": [b for b in run.loader.private_sampler],
+    }
+
+
+def ddp_resumed() -> dict:
+    return resumed(nn.parallel.DistributedDataParallel)
+
+
+def fsdp_resumed() -> dict:
+    return resumed(lambda model: fully_shard(model) or model)
+
+
+def broken_off_between_files() -> int:
+    """Return the step that is resumed where one rank's new file had not got its name yet."""
+    folder, rank = shared_folder(), dist.get_rank()
+    run, scheduler = made(nn.parallel.DistributedDataParallel)
+    own = folder / f"run.pt.rank{rank}"
+    train(run, scheduler, 2)
+    run.save(folder / "run.pt", scheduler=scheduler)
+    shutil.copy(own, folder / f"old{rank}")
+    train(run, scheduler, 4)
+    run.save(folder / "run.pt", scheduler=scheduler)
+    if rank == 1:
+        os.replace(own, f"{own}.new")
+        os.replace(folder / f"old{rank}", own)
+    run.load(folder / "run.pt", scheduler=scheduler)
+    return run.training.steps
+
+
+def broken_off_before_all_have_written() -> int:
+    """Return the step that is resumed where only one rank has a new file."""
+    folder, rank = shared_folder(), dist.get_rank()
+    run, scheduler = made(nn.parallel.DistributedDataParallel)
+    own = folder / f"run.pt.rank{rank}"
+    train(run, scheduler, 2)
+    run.save(folder / "run.pt", scheduler=scheduler)
+    shutil.copy(own, folder / f"old{rank}")
+    train(run, scheduler, 4)
+    run.save(folder / "run.pt", scheduler=scheduler)
+    if rank == 1:
+        os.replace(own, f"{own}.new")
+    os.replace(folder / f"old{rank}", own)
+    run.load(folder / "run.pt", scheduler=scheduler)
+    return run.training.steps
+
+
+def sampler_of_another_rank() -> str:
+    run, _ = made(nn.parallel.DistributedDataParallel)
+    run.close()
+    data = run.loader.dataset
+    return error_of(
+        lambda: PrivateRun(run.training, PrivateLoader(data, PoissonSampler(RECORDS, 1.0)))
+    )
+
+
+ALL = [
+    ddp_resumed,
+    fsdp_resumed,
+    broken_off_between_files,
+    broken_off_before_all_have_written,
+    sampler_of_another_rank,
+]

@@ -1,0 +1,52 @@
+"""Runs in several real processes: one guarantee, checkpoints that fit together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dpkernels.privacy.accountants import make_accountant
+from dpkernels.privacy.mechanism import Poisson, gaussian_step
+from python_tests.engine.distributed.processes import run
+from python_tests.run import processes
+from python_tests.run.training import RATE, RECORDS
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Return what each scenario returned on each of two ranks, by its name."""
+    return run(processes.ALL, 2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("kind", ["ddp_resumed", "fsdp_resumed"])
+def test_a_resumed_run_ends_like_one_that_was_not_broken_off(ranks, kind):
+    for one in ranks:
+        found = one[kind]
+        assert found["files"] == ["run.pt.rank0", "run.pt.rank1"]
+        for whole, resumed in zip(found["whole"], found["resumed"], strict=True):
+            assert torch.equal(whole, resumed)
+    for first, second in zip(ranks[0][kind]["whole"], ranks[1][kind]["whole"], strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("kind", ["ddp_resumed", "fsdp_resumed"])
+def test_several_processes_spend_what_one_would(ranks, kind):
+    accountant = make_accountant("rdp")
+    accountant.compose(gaussian_step(1.5, Poisson(RATE)), 6)
+    for one in ranks:
+        assert one[kind]["epsilons"] == (accountant.epsilon(1e-5),) * 2
+
+
+def test_every_record_belongs_to_one_process(ranks):
+    first, second = ({i for batch in one["ddp_resumed"]["batches"] for i in batch} for one in ranks)
+    assert first and second and not first & second and first | second <= set(range(RECORDS))
+
+
+def test_the_last_step_that_all_have_is_resumed(ranks):
+    assert [one["broken_off_between_files"] for one in ranks] == [4, 4]
+    assert [one["broken_off_before_all_have_written"] for one in ranks] == [2, 2]
+
+
+def test_a_sampler_for_one_process_is_refused_in_several(ranks):
+    for one in ranks:
+        assert "pass rank= and world_size= to the sampler" in one["sampler_of_another_rank"]
