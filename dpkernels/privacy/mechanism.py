@@ -28,7 +28,10 @@ class Poisson:
 
     def __post_init__(self) -> None:
         if not 0 < self.rate <= 1:
-            raise ValueError(f"Poisson: rate must be in (0, 1], got {self.rate}")
+            raise ValueError(
+                f"Poisson: rate must be in (0, 1], got {self.rate}; it is the expected batch size "
+                "over the number of records"
+            )
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,10 @@ class WithoutReplacement:
     population: int
 
     def __post_init__(self) -> None:
-        if not 0 < self.batch <= self.population:
+        whole = isinstance(self.batch, int) and isinstance(self.population, int)
+        if not whole or not 0 < self.batch <= self.population:
             raise ValueError(
-                "WithoutReplacement: batch must be from 1 to the population, "
+                "WithoutReplacement: batch must be a whole number from 1 to the population, "
                 f"{self.population}, got {self.batch}"
             )
 
@@ -57,8 +61,11 @@ class Shuffled:
     batches: int
 
     def __post_init__(self) -> None:
-        if self.batches < 1:
-            raise ValueError(f"Shuffled: batches must be >= 1, got {self.batches}")
+        if not isinstance(self.batches, int) or self.batches < 1:
+            raise ValueError(
+                f"Shuffled: batches must be a whole number >= 1, got {self.batches}; it is the "
+                "number of steps of an epoch"
+            )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,90 @@
+"""What a history of steps exposes of one unit: how often it is seen, and under which noise."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dpkernels.privacy.mechanism import Poisson, Shuffled, Statement, WithoutReplacement
+
+Sampled = tuple[float, Poisson | WithoutReplacement]
+History = list[tuple[Statement, int]]
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """All releases of a history, in no order: composition does not know one.
+
+    mu: of all releases without amplification together, which are one Gaussian with sensitivity
+        over noise mu = sqrt(sum of 1 / sigma^2); inf if there is no noise in one.
+    sampled: how often each pair of noise multiplier and sampling with amplification was used.
+    """
+
+    mu: float
+    sampled: tuple[tuple[Sampled, int], ...]
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether nothing was released."""
+        return self.mu == 0 and not self.sampled
+
+
+def amplification(statement: Statement) -> Poisson | WithoutReplacement | None:
+    """Return the sampling of ``statement`` if it hides whether a unit took part, else None."""
+    sampling = statement.sampling
+    if isinstance(sampling, Poisson) and sampling.rate < 1:
+        return sampling
+    if isinstance(sampling, WithoutReplacement) and sampling.batch < sampling.population:
+        return sampling
+    return None
+
+
+class _Epochs:
+    """Counts what shuffled batches expose: in each epoch the step with the least noise.
+
+    One record is in one step of an epoch, and nobody says in which, so that the worst one counts.
+    Runs need not end with an epoch: the noise may change in the middle of one.
+    """
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+        self.done = 0  # steps of the epoch that is open
+        self.worst = 0.0  # largest precision, 1 / sigma^2, in it
+        self.precision = 0.0  # of all epochs before it
+
+    def add(self, precision: float, steps: int) -> None:
+        if self.done:
+            now = min(steps, self.batches - self.done)
+            self.done, steps = self.done + now, steps - now
+            self.worst = max(self.worst, precision)
+            if self.done < self.batches:
+                return
+            self.precision += self.worst
+        self.precision += steps // self.batches * precision if steps >= self.batches else 0.0
+        self.done = steps % self.batches
+        self.worst = precision if self.done else 0.0
+
+    def total(self) -> float:
+        return self.precision + self.worst
+
+
+def exposure(history: Iterable[tuple[Statement, int]]) -> Exposure:
+    """Return what ``history``, runs of (statement, steps >= 1), exposes of one unit."""
+    precision = 0.0
+    sampled: Counter[Sampled] = Counter()
+    epochs: dict[int, _Epochs] = {}
+    for statement, steps in history:
+        sigma = statement.noise_multiplier
+        if sigma == 0:
+            return Exposure(math.inf, ())
+        if isinstance(shuffled := statement.sampling, Shuffled):
+            counted = epochs.setdefault(shuffled.batches, _Epochs(shuffled.batches))
+            counted.add(sigma**-2, steps)
+        elif (sampling := amplification(statement)) is not None:
+            sampled[sigma, sampling] += steps
+        else:
+            precision += steps * sigma**-2
+    precision += sum(counted.total() for counted in epochs.values())
+    return Exposure(math.sqrt(precision), tuple(sampled.items()))

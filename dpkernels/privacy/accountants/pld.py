@@ -1,0 +1,96 @@
+"""Privacy loss distributions: composed numerically, tight up to their grid."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from dpkernels.privacy.accountants.accountant import Accountant
+from dpkernels.privacy.accountants.exposure import Exposure, Sampled
+from dpkernels.privacy.accountants.gaussian import gaussian_epsilon, gaussian_log_delta
+from dpkernels.privacy.mechanism import Poisson, WithoutReplacement
+
+if TYPE_CHECKING:
+    from dpkernels.privacy.accountants.privacy_loss import Loss
+
+# Steps of the grid in a standard deviation of a step's loss. Moving a loss to the ends of its
+# bucket adds at most a quarter of the squared interval to the variance: 2.5e-4 of it.
+_FINENESS = 32
+# Points of a step's grid at most, whatever its noise: 2 MB.
+_LARGEST = 1 << 18
+
+
+def _rate(sampling: Poisson | WithoutReplacement) -> float:
+    if isinstance(sampling, Poisson):
+        return sampling.rate
+    return sampling.batch / sampling.population
+
+
+def _interval(sampled: Sampled) -> tuple[float, float]:
+    """Return the interval that a step asks for, and the least one that it allows."""
+    from dpkernels.privacy.accountants.privacy_loss import loss_at
+
+    sigma, rate = sampled[0], _rate(sampled[1])
+    # The likelihood ratio has standard deviation q sqrt(e^(1/sigma^2) - 1), and its log about that
+    # as long as it is small; beyond 1 the loss of the Gaussian itself, 1/sigma, is the scale.
+    spread = min(rate * math.sqrt(math.expm1(min(sigma**-2, 700.0))), max(1.0, 1 / sigma))
+    span = loss_at(sigma, rate, 1 + 10 * sigma) - loss_at(sigma, rate, -10 * sigma)
+    return spread / _FINENESS, span / _LARGEST
+
+
+@lru_cache(maxsize=16)
+def _losses(sampled: Sampled, interval: float) -> tuple[Loss, ...]:
+    """Return the losses of a step that have to be hidden: of removing and adding, or replacing."""
+    from dpkernels.privacy.accountants import privacy_loss
+
+    sigma, sampling = sampled
+    if isinstance(sampling, WithoutReplacement):
+        return (privacy_loss.replacement(sigma, _rate(sampling), interval),)
+    kinds = (privacy_loss.removal, privacy_loss.addition)
+    return tuple(kind(sigma, sampling.rate, interval) for kind in kinds)
+
+
+class PldAccountant(Accountant):
+    """The default: within a fraction of a percent of the truth, for any sampling.
+
+    interval: of the grid of losses; None takes one that suits the steps. Whatever it is, losses
+        are rounded to where epsilon is larger.
+
+    A history of many different steps costs a Fourier transform for each: take rdp then.
+    """
+
+    name = "pld"
+
+    def __init__(self, interval: float | None = None) -> None:
+        super().__init__()
+        if interval is not None and not 0 < interval < math.inf:
+            raise ValueError(f"interval must be finite and > 0, or None, got {interval}")
+        self.interval = interval
+
+    def _composed(self, exposed: Exposure) -> list[Loss]:
+        from dpkernels.privacy.accountants import privacy_loss
+
+        interval = self.interval
+        if interval is None:
+            wanted, allowed = zip(*(_interval(kind) for kind, _ in exposed.sampled), strict=True)
+            interval = max(min(wanted), max(allowed))
+        steps = [(_losses(kind, interval), count) for kind, count in exposed.sampled]
+        composed = []
+        for side in range(len(steps[0][0])):
+            parts = [(losses[side], count) for losses, count in steps]
+            if exposed.mu:
+                # At rate 1 adding and removing are the same.
+                parts.append((privacy_loss.removal(1 / exposed.mu, 1.0, interval), 1))
+            composed.append(privacy_loss.compose(parts))
+        return composed
+
+    def _epsilon_of(self, exposed: Exposure, delta: float) -> float:
+        if not exposed.sampled:
+            return gaussian_epsilon(exposed.mu, delta)
+        return max(loss.epsilon(delta) for loss in self._composed(exposed))
+
+    def _delta_of(self, exposed: Exposure, epsilon: float) -> float:
+        if not exposed.sampled:
+            return math.exp(gaussian_log_delta(exposed.mu, epsilon))
+        return max(loss.delta(epsilon) for loss in self._composed(exposed))

@@ -1,0 +1,195 @@
+"""How much noise, how many steps, how large a batch: what keeps within (epsilon, delta).
+
+Whatever is returned was checked: by the accountant named, its epsilon is not over the one given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+
+from dpkernels.privacy.accountants import make_accountant
+from dpkernels.privacy.accountants.accountant import check_delta, check_epsilon, check_steps
+from dpkernels.privacy.mechanism import Poisson, Sampling, gaussian_step
+
+# Noise multipliers that are searched. Below the least, a step that sees a record tells all of it;
+# beyond the largest, nothing is learnt.
+_LEAST, _MOST = 1e-2, 1e7
+_MOST_STEPS = 1 << 30
+# The noise returned is at most this much more than needed, and epsilon at most 1% too small.
+_TOLERANCE = 1e-3
+
+
+def epsilon_after(
+    noise_multiplier: float, delta: float, steps: int, sampling: Sampling, *, accountant: str
+) -> float:
+    """Return epsilon at ``delta`` of ``steps`` equal steps."""
+    spent = make_accountant(accountant)
+    spent.compose(gaussian_step(noise_multiplier, sampling), steps)
+    return spent.epsilon(delta)
+
+
+def calibrate_noise_multiplier(
+    epsilon: float, delta: float, steps: int, sampling: Sampling, *, accountant: str = "pld"
+) -> float:
+    """Return the least noise multiplier, to 0.1%, with which ``steps`` steps keep to the budget.
+
+    The noise multiplier is the noise over the clipping norm, 0.01 at least. Raises ValueError for
+    arguments out of range, or if no noise is enough.
+    """
+    check_epsilon(epsilon)
+    check_delta(delta)
+    check_steps(steps, 1)
+
+    def spent(sigma: float) -> float:
+        return epsilon_after(sigma, delta, steps, sampling, accountant=accountant)
+
+    start, factor = 1.0, 2.0
+    if accountant == "pld":
+        # A privacy loss distribution takes long to build: begin near where the search ends.
+        with contextlib.suppress(ValueError):
+            start = calibrate_noise_multiplier(epsilon, delta, steps, sampling, accountant="rdp")
+            factor = 1.05
+    low, high = _bracket(spent, epsilon, start, factor)
+    if high[1] > epsilon:
+        raise ValueError(
+            f"epsilon: {epsilon} cannot be kept at delta = {delta} for {steps} steps with "
+            f"{sampling}: the {accountant} accountant gives {high[1]:g} even with noise multiplier "
+            f"{high[0]:g}; take a larger delta or epsilon, or fewer steps"
+        )
+    return _narrow(spent, epsilon, low, high)
+
+
+Point = tuple[float, float]  # a noise multiplier, and what it spends
+
+
+def _bracket(
+    spent: Callable[[float], float], epsilon: float, start: float, factor: float
+) -> tuple[Point, Point]:
+    """Return a point over the budget and one within it, from ``start`` in growing strides."""
+    point = (start, spent(start))
+    over = point[1] > epsilon
+    while True:
+        sigma = point[0] * factor if over else point[0] / factor
+        sigma = min(max(sigma, _LEAST), _MOST)
+        following = (sigma, spent(sigma))
+        if (following[1] > epsilon) != over or sigma in (_LEAST, _MOST):
+            return (point, following) if over else (following, point)
+        point, factor = following, factor * factor
+
+
+def _narrow(spent: Callable[[float], float], epsilon: float, low: Point, high: Point) -> float:
+    """Return the upper end of the bracket, narrowed by false positions in the logs (Illinois)."""
+    if low[1] <= epsilon:
+        return low[0]
+    weights = [1.0, 1.0]
+    while high[0] > (1 + _TOLERANCE) * low[0] or high[1] < 0.99 * epsilon:
+        x = [math.log(low[0]), math.log(high[0])]
+        if x[1] - x[0] < 1e-9:  # a jump: epsilon is far below the budget on one side of it
+            break
+        share = 0.5
+        if high[1] > 0 and low[1] < math.inf:
+            above = weights[0] * math.log(low[1] / epsilon)
+            below = weights[1] * math.log(epsilon / high[1])
+            # Off the ends by a third of the tolerance, so that the bracket closes from both sides.
+            margin = min(0.5, _TOLERANCE / 3 / (x[1] - x[0]))
+            share = min(max(above / (above + below), margin), 1 - margin)
+        sigma = math.exp(x[0] + share * (x[1] - x[0]))
+        point = (sigma, spent(sigma))
+        if point[1] > epsilon:
+            low, weights = point, [1.0, weights[1] / 2]
+        else:
+            high, weights = point, [weights[0] / 2, 1.0]
+    return high[0]
+
+
+def calibrate_steps(
+    epsilon: float,
+    delta: float,
+    noise_multiplier: float,
+    sampling: Sampling,
+    *,
+    accountant: str = "pld",
+) -> int:
+    """Return the largest number of steps that keeps to the budget.
+
+    Raises ValueError for arguments out of range, or if one step is too much.
+    """
+    check_epsilon(epsilon)
+    check_delta(delta)
+
+    def within(steps: int) -> bool:
+        spent = epsilon_after(noise_multiplier, delta, steps, sampling, accountant=accountant)
+        return spent <= epsilon
+
+    if not within(1):
+        raise ValueError(
+            f"noise_multiplier: with {noise_multiplier} and {sampling} one step spends more than "
+            f"epsilon = {epsilon} at delta = {delta}; take more noise or a larger epsilon"
+        )
+    steps = _largest(within, 2, _MOST_STEPS)
+    if steps == _MOST_STEPS:
+        raise ValueError(
+            f"epsilon: {steps} steps spend less than {epsilon} at delta = {delta} with noise "
+            f"multiplier {noise_multiplier} and {sampling}; any number of steps is within reach"
+        )
+    return steps
+
+
+def calibrate_batch_size(
+    epsilon: float,
+    delta: float,
+    noise_multiplier: float,
+    steps: int,
+    population: int,
+    *,
+    accountant: str = "pld",
+) -> int:
+    """Return the largest expected batch size, Poisson sampled, that keeps to the budget.
+
+    population: how many records batches are drawn from; a number that is public.
+
+    Raises ValueError for arguments out of range, or if batches of one are too much.
+    """
+    check_epsilon(epsilon)
+    check_delta(delta)
+    check_steps(steps, 1)
+    if not isinstance(population, int) or population < 1:
+        raise ValueError(f"population must be a whole number >= 1, got {population!r}")
+
+    def within(size: int) -> bool:
+        sampling = Poisson(size / population)
+        spent = epsilon_after(noise_multiplier, delta, steps, sampling, accountant=accountant)
+        return spent <= epsilon
+
+    if not within(1):
+        raise ValueError(
+            f"noise_multiplier: with {noise_multiplier} batches of one record of {population} "
+            f"spend more than epsilon = {epsilon} at delta = {delta} in {steps} steps; take more "
+            "noise, fewer steps or a larger epsilon"
+        )
+    start = 1
+    if accountant == "pld":
+        # The smaller the rate, the longer a privacy loss distribution takes: begin near the end.
+        with contextlib.suppress(ValueError):
+            start = calibrate_batch_size(
+                epsilon, delta, noise_multiplier, steps, population, accountant="rdp"
+            )
+    return _largest(within, start, population)
+
+
+def _largest(within: Callable[[int], bool], start: int, most: int) -> int:
+    """Return the largest number from 1, which is within, to ``most`` that is within."""
+    low, high = 1, start
+    while within(high):
+        if high == most:
+            return most
+        low, high = high, min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if within(middle):
+            low = middle
+        else:
+            high = middle
+    return low
