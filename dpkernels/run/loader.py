@@ -65,8 +65,8 @@ class PrivateLoader(DataLoader[Any]):
         self.is_last_microbatch = True
         self._microbatches = _Microbatches(sampler)
         self.max_physical_batch_size = max_physical_batch_size
-        # For the workers' seeds a DataLoader draws from torch's own generator in every epoch: after a
-        # restart dropout would go on with other numbers.
+        # For the workers' seeds a DataLoader draws from torch's own generator in every epoch: after
+        # a restart dropout would go on with other numbers.
         if options.get("generator") is None:
             options["generator"] = torch.Generator().manual_seed(torch.initial_seed())
         super().__init__(

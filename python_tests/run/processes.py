@@ -59,9 +59,12 @@ def resumed(wrap) -> dict:
     """Train, with a checkpoint on the way; go on from it as another process would."""
     folder = shared_folder()
     run, scheduler = made(wrap)
-    train(run, scheduler, 3)
-    run.save(folder / "run.pt", scheduler=scheduler)
-    train(run, scheduler, 6)
+
+    def at(step: int, place: str) -> None:
+        if (step, place) == (2, "after save"):
+            run.save(folder / "run.pt", scheduler=scheduler)
+
+    train(run, scheduler, 6, at)
     again, scheduler = made(wrap)
     again.load(folder / "run.pt", scheduler=scheduler)
     train(again, scheduler, 6)
@@ -70,7 +73,7 @@ def resumed(wrap) -> dict:
         "whole": parameters(run),
         "resumed": parameters(again),
         "epsilons": (run.epsilon(1e-5), again.epsilon(1e-5)),
-        "batches": [b for b in run.loader.private_sampler],
+        "batches": list(run.loader.private_sampler),
     }
 
 

@@ -61,7 +61,7 @@ def test_a_killed_run_ends_with_the_epsilon_of_one_that_was_not(killed):
 
 
 def test_noise_is_never_used_twice_by_a_killed_run(killed):
-    run, draws, seed = killed
+    _, draws, seed = killed
     assert len(draws) > STEPS  # some steps were lost and taken again
     if seed is not None:
         # From a fixed seed a step that was lost is repeated as it was: same samples, same noise.
