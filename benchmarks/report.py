@@ -26,11 +26,16 @@ def markdown(report: Report) -> str:
     rows = [_readme_row(result) for result in report.results]
     lines = [_provenance(report), ""]
     if rows:
-        lines += [_cells(list(rows[0])), _cells(["---"] * len(rows[0]))]
-        lines += [_cells(list(row.values())) for row in rows]
+        lines.append(markdown_table(list(rows[0]), [list(row.values()) for row in rows]))
     if report.startup is not None:
         lines += ["", _startup(report) + "."]
     return "\n".join([*lines, "", _machine(report)])
+
+
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def rewrite_section(readme: Path, name: str, text: str) -> None:
@@ -263,7 +268,3 @@ def _aligned(rows: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = [[c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows]
     return ["  ".join(row).rstrip() for row in padded]
-
-
-def _cells(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

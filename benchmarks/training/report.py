@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.memory import PeakMemory
+from benchmarks.report import markdown_table
 from benchmarks.timing import Spread
 from benchmarks.training.measure import FormResult, WorkloadResult
 
@@ -28,13 +29,8 @@ _TICKS = (1, 1.5, 2, 3, 5, 10, 20, 50, 100, 200)
 def table(results: list[WorkloadResult]) -> str:
     """Return Markdown: times as multiples of plain SGD, with memory in brackets, targets marked."""
     names = [form.name for form in results[0].forms]
-    lines = [_cells(["model", "plain SGD", *names[1:]]), _cells(["---"] * (len(names) + 1))]
-    for result in results:
-        cells = [result.name]
-        for name in names:
-            cells.append(_cell(result, name))
-        lines.append(_cells(cells))
-    return "\n".join(lines)
+    rows = [[result.name, *(_cell(result, name) for name in names)] for result in results]
+    return markdown_table(["model", "plain SGD", *names[1:]], rows)
 
 
 def _cell(result: WorkloadResult, name: str) -> str:
@@ -50,10 +46,6 @@ def _cell(result: WorkloadResult, name: str) -> str:
     if bound is not None:
         text += f", target {bound:g}x {'met' if form.ratio <= bound else 'missed'}"
     return text
-
-
-def _cells(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def write(path: Path, where: dict[str, Any], results: dict[str, list[WorkloadResult]]) -> None:
