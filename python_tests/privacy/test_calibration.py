@@ -71,7 +71,7 @@ def test_noise_without_sampling_exactly(epsilon, delta, steps, sampling):
     check_noise("gaussian", epsilon, delta, steps, sampling)
 
 
-@random_settings(20)
+@random_settings(30)
 @given(EPSILONS, logarithmic(1e-7, 1e-3), logarithmic(1, 1e4).map(round), POISSON | DRAWN)
 def test_noise_by_pld(epsilon, delta, steps, sampling):
     check_noise("pld", epsilon, delta, steps, sampling)

@@ -33,8 +33,10 @@ def _interval(sampled: Sampled) -> tuple[float, float]:
 
     sigma, rate = sampled[0], _rate(sampled[1])
     # The likelihood ratio has standard deviation q sqrt(e^(1/sigma^2) - 1), and its log about that
-    # as long as it is small; beyond 1 the loss of the Gaussian itself, 1/sigma, is the scale.
-    spread = min(rate * math.sqrt(math.expm1(min(sigma**-2, 700.0))), max(1.0, 1 / sigma))
+    # as long as it is small; beyond 1 the scale is that of the Gaussian's own loss, 1/sigma, or of
+    # whether the record was drawn, which moves the loss by 1 / (2 sigma^2).
+    scale = max(1.0, 1 / sigma, math.sqrt(rate) / (2 * sigma**2))
+    spread = min(rate * math.sqrt(math.expm1(min(sigma**-2, 700.0))), scale)
     span = loss_at(sigma, rate, 1 + 10 * sigma) - loss_at(sigma, rate, -10 * sigma)
     return spread / _FINENESS, span / _LARGEST
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 from scipy.fft import irfft, next_fast_len, rfft
-from scipy.special import logsumexp, ndtr
+from scipy.special import ndtr
 
 Floats = NDArray[np.float64]
 
@@ -22,9 +22,10 @@ _EPS = float(np.finfo(np.float64).eps)
 # What lies further out than this many standard deviations has mass 8e-24 and counts as infinite.
 _REACH = 10.0
 # Mass of the tails of a composition that counts as infinite, and the slopes at which Chernoff
-# bounds of where they begin are tried, over the length of a step's distribution.
+# bounds of where they begin are tried, over the length of a step's distribution: from 1/4, in
+# doublings, to 512, which does not overflow.
 _TAIL = 1e-15
-_SLOPES = np.array([s * 2.0**x for s in (-1, 1) for x in range(-2, 12)])
+_SLOPES = 2.0 ** np.arange(-2, 10)
 
 
 @dataclass
@@ -60,26 +61,35 @@ class Loss:
         beyond = self.infinite + np.cumsum(self.masses[::-1])[::-1]  # mass of losses >= each
         # The least epsilon is at most the last loss that has more than delta at it and beyond, and
         # no more than 60 less: e^-60 is nothing beside 1, and e^60 does not overflow.
-        top = float(losses[np.flatnonzero(beyond > delta)[-1]])
-        window = losses >= max(0.0, top - 60)
-        losses, masses, beyond = losses[window], self.masses[window], beyond[window]
-        scaled = np.cumsum((masses * np.exp(top - losses))[::-1])[::-1]
-        # Up to each loss, delta(epsilon) = beyond - e^(epsilon - top) scaled.
-        enough = beyond - np.exp(losses - top) * scaled <= delta
-        k = int(np.argmax(enough)) if enough.any() else len(losses) - 1
-        return max(0.0, top + math.log((beyond[k] - delta) / scaled[k]))
+        last = int(np.flatnonzero(beyond > delta)[-1])
+        first = int(np.searchsorted(losses, max(0.0, losses[last] - 60)))
+        relative = np.exp(losses[last] - losses[first:])
+        scaled = np.cumsum((self.masses[first:] * relative)[::-1])[::-1]
+        # Up to each loss, delta(epsilon) = beyond - e^(epsilon - losses[last]) scaled.
+        count = last + 1 - first
+        enough = beyond[first : last + 1] - scaled[:count] / relative[:count] <= delta
+        k = int(np.argmax(enough)) if enough.any() else count - 1
+        return max(0.0, float(losses[last]) + math.log((beyond[first + k] - delta) / scaled[k]))
 
     def tails(self, count: int) -> tuple[int, int]:
         """Return indices of ``count`` losses' sum between which all but _TAIL of its mass lies."""
         width = len(self.masses)
         slopes = _SLOPES / width
         if self._log_moments is None:
-            index = np.arange(width)
-            self._log_moments = np.array([logsumexp(index * s, b=self.masses) for s in slopes])
-        bounds = (count * self._log_moments + math.log(2 / _TAIL)) / slopes
-        low = max(0, math.floor(bounds[slopes < 0].max()))
-        high = min(count * (width - 1), math.ceil(bounds[slopes > 0].min()))
-        return low, high
+            self._log_moments = np.log([self._moments(slopes[0]), self._moments(-slopes[0])])
+        reach = (count * self._log_moments + math.log(2 / _TAIL)) / slopes
+        low, high = math.floor(-reach[1].min()), math.ceil(reach[0].min())
+        return max(0, low), min(count * (width - 1), high)
+
+    def _moments(self, slope: float) -> list[float]:
+        """Return the sums of e^(slope k) masses[k], for slopes that double."""
+        powers = np.exp(slope * np.arange(len(self.masses)))
+        moments = []
+        for doubled in range(len(_SLOPES)):
+            if doubled:
+                powers *= powers
+            moments.append(float(self.masses @ powers))
+        return moments
 
     def transform(self, length: int) -> NDArray[np.complex128]:
         """Return the Fourier transform at ``length``; the last one asked for is kept."""
@@ -149,18 +159,20 @@ def _between(below: Floats, above: Floats) -> tuple[Floats, Floats]:
 
 def _outputs(sigma: float, rate: float, losses: Floats) -> Floats:
     """Return the output z at which log(1 - q + q e^((2 z - 1) / (2 sigma^2))) is ``losses``."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        # log((e^loss - 1 + q) / q) without e^loss, which may overflow.
-        z = sigma**2 * (losses + np.log1p((rate - 1) * np.exp(-losses)) - math.log(rate)) + 0.5
-    return np.where(np.isnan(z), -np.inf, z)
+    with np.errstate(divide="ignore"):
+        # Each of the two is exact where the other cancels or overflows.
+        near = np.log1p(np.maximum(np.expm1(np.minimum(losses, 30.0)) / rate, -1.0))
+    exponent = np.where(losses < 30, near, losses - math.log(rate))
+    result: Floats = sigma**2 * exponent + 0.5
+    return result
 
 
 def loss_at(sigma: float, rate: float, z: float) -> float:
     """Return the privacy loss of output ``z`` where removing a record is to be hidden."""
     exponent = (2 * z - 1) / (2 * sigma**2)
-    return float(
-        np.logaddexp(math.log1p(-rate) if rate < 1 else -np.inf, math.log(rate) + exponent)
-    )
+    if exponent > 30:
+        return math.log(rate) + exponent
+    return math.log1p(rate * math.expm1(exponent)) if rate < 1 else exponent
 
 
 def _tails(sigma: float, rate: float, z: Floats) -> tuple[tuple[Floats, Floats], ...]:
