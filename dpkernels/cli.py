@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+
+from dpkernels.privacy import calibrate_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,6 +30,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     info.add_argument("--json", action="store_true", help="print JSON, for programs")
     info.set_defaults(run=_info)
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="noise, epsilon or steps for a privacy budget",
+        description=calibrate_command.DESCRIPTION,
+    )
+    calibrate_command.add_arguments(calibrate)
+    calibrate.set_defaults(run=_calibrate)
     return parser
 
 
@@ -37,4 +47,13 @@ def _info(options: argparse.Namespace) -> int:
 
     report = info.collect()
     print(json.dumps(report, indent=2) if options.json else info.render(report))
+    return 0
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    try:
+        print(calibrate_command.run(options))
+    except (ValueError, RuntimeError) as error:
+        print(f"dpkernels calibrate: {error}", file=sys.stderr)
+        return 2
     return 0
