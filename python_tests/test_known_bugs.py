@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import dpkernels
 from dpkernels.engine import clipping, distributed, step, sums
@@ -25,6 +26,17 @@ from dpkernels.engine.layers.linear import LinearLayer
 from dpkernels.engine.layers.tied import TiedGroup
 from dpkernels.ops import clip
 from dpkernels.ops.noise import add_gaussian_noise_
+from dpkernels.privacy import (
+    Poisson,
+    calibrate_noise_multiplier,
+    calibration,
+    gaussian_step,
+    make_accountant,
+)
+from dpkernels.privacy.gaussian import gaussian_epsilon
+from dpkernels.privacy.samplers import ShuffledSampler
+from dpkernels.run.loader import PrivateLoader
+from dpkernels.run.private_run import PrivateRun
 from python_tests.engine.oracle import (
     gradients_of,
     norm,
@@ -290,6 +302,44 @@ def state_without_the_noise_counter(patch):
     patch.setattr(dpkernels.NoiseKey, "state_dict", lambda self: plain(self) | {"counter": 0})
 
 
+def shuffled_run():
+    """Return the epsilon of an epoch of shuffled batches, without noise to spare."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sampler = ShuffledSampler(40, 4, seed=1)
+        training, optimizer = private(nn.Linear(3, 2), 1.0, noise_multiplier=2.0)
+    loader = PrivateLoader(TensorDataset(torch.randn(40, 3)), sampler)
+    run = PrivateRun(training, loader, accountant="pld")
+    for (x,) in loader:
+        square(training.model(x)).sum().backward()
+        optimizer.step()
+    return run.epsilon(1e-5)
+
+
+def shuffling_has_no_amplification():
+    # Another record in one's place moves one of the steps by 2 C.
+    assert shuffled_run() >= gaussian_epsilon(1e-5, 2 / 2.0)
+
+
+def shuffling_accounted_as_poisson(patch):
+    patch.setattr(PrivateLoader, "sampling", Poisson(0.1))
+
+
+def noise_that_was_searched_for_is_enough():
+    for epsilon in (0.3, 1.0, 3.0, 8.0):
+        for accountant in ("rdp", "pld"):
+            sampling = Poisson(0.02)
+            sigma = calibrate_noise_multiplier(epsilon, 1e-5, 200, sampling, accountant=accountant)
+            spent = make_accountant(accountant)
+            spent.compose(gaussian_step(sigma, sampling), 200)
+            assert spent.epsilon(1e-5) <= epsilon
+
+
+def search_overshoots(patch):
+    plain = calibration._narrow
+    patch.setattr(calibration, "_narrow", lambda *args: plain(*args) / (1 + calibration._TOLERANCE))
+
+
 def rank(index, size=2):
     """Return one of several processes, as far as noise is concerned."""
     one = distributed.Ranks()
@@ -335,6 +385,8 @@ BUGS = {
     groups_summed_over_the_wrong_axis: groups_of_channels_are_apart,
     noise_in_half_precision: noise_is_wider_than_the_parameters,
     nan_survives_the_clip: bad_samples_are_dropped,
+    shuffling_accounted_as_poisson: shuffling_has_no_amplification,
+    search_overshoots: noise_that_was_searched_for_is_enough,
     noise_once_a_rank: shares_add_up_to_the_noise,
     same_seed_on_every_rank: ranks_have_keys_of_their_own,
     state_without_the_noise_counter: a_checkpoint_knows_what_noise_was_used,

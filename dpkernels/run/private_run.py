@@ -78,9 +78,12 @@ class PrivateRun:
         """Return the epsilon that has been spent, at ``delta``."""
         return self.accountant.epsilon(delta)
 
-    def report(self, delta: float) -> RunReport:
-        """Return the mechanism, its cost at ``delta``, and how it was run."""
-        return RunReport.of(self, delta)
+    def report(self, delta: float, *, cross_check: bool = False) -> RunReport:
+        """Return the mechanism, its cost at ``delta``, and how it was run.
+
+        cross_check: ask dp-accounting, too, which takes seconds.
+        """
+        return RunReport.of(self, delta, cross_check)
 
     @property
     def seconds(self) -> float:

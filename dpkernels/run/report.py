@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpkernels import info
 from dpkernels.engine.report import Report
+from dpkernels.privacy.cross_check import dp_accounting_epsilon
 from dpkernels.privacy.mechanism import NotPrivate, Statement
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ class RunReport:
     """The guarantee of a run and how it came about.
 
     epsilon: None if there is none to be had; ``not_private`` says why.
+    epsilon_by_dp_accounting: the same by other people's code; None if it was not asked for.
     releases: what was released and how often, in the order of the run.
     clipping: how samples were bounded, and ``max_grad_norm``, as of the last step.
     noise, samples: where noise and batches come from.
@@ -27,6 +29,7 @@ class RunReport:
     """
 
     epsilon: float | None
+    epsilon_by_dp_accounting: float | None
     delta: float
     not_private: str | None
     accountant: str
@@ -45,17 +48,20 @@ class RunReport:
     seconds: float
 
     @classmethod
-    def of(cls, run: PrivateRun, delta: float) -> RunReport:
+    def of(cls, run: PrivateRun, delta: float, cross_check: bool = False) -> RunReport:
         """Return the report of ``run`` as it stands."""
-        epsilon, reason = None, None
+        epsilon, checked, reason = None, None, None
         try:
             epsilon = run.epsilon(delta)
+            if cross_check:
+                checked = dp_accounting_epsilon(run.accountant.history, delta)
         except NotPrivate as error:
             reason = str(error)
         training, sampler = run.training, run.loader.private_sampler
         inner = training.report()
         return cls(
             epsilon,
+            checked,
             delta,
             reason,
             run.accountant.name,
@@ -89,10 +95,12 @@ class RunReport:
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
+        checked = self.epsilon_by_dp_accounting
         spent = "none" if self.epsilon is None else f"{self.epsilon:.4g}"
         lines = [
             f"epsilon {spent} at delta {self.delta:g}, by the {self.accountant} accountant"
-            + (f" ({self.not_private})" if self.not_private else ""),
+            + (f" ({self.not_private})" if self.not_private else "")
+            + (f"; {checked:.4g} by dp-accounting" if checked is not None else ""),
             f"{self.steps} steps in {self.seconds:.1f} s, noise multiplier "
             f"{self.noise_multiplier:g}, {self.clipping}",
         ]

@@ -193,8 +193,11 @@ def test_a_failed_write_leaves_the_old_checkpoint(tmp_path):
 def test_the_report_names_mechanism_cost_and_origin():
     run, scheduler = made(sigma=1.25, clip=0.5)
     train(run, scheduler, 4)
-    report = run.report(1e-5)
+    report = run.report(1e-5, cross_check=True)
     state = json.loads(report.to_json())
+    # By privacy loss distributions there, by Renyi divergences here, which are looser.
+    assert 0 < state["epsilon_by_dp_accounting"] < state["epsilon"]
+    assert run.report(1e-5).epsilon_by_dp_accounting is None
     assert state["epsilon"] == run.epsilon(1e-5) and state["delta"] == 1e-5
     assert state["steps"] == 4 and state["noise_multiplier"] == 1.25
     assert state["max_grad_norm"] == 0.5 and "Flat" in state["clipping"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dpkernels.privacy.accountants.accountant import Accountant
 from dpkernels.privacy.accountants.exposure import Exposure, Sampled
-from dpkernels.privacy.accountants.gaussian import gaussian_epsilon, gaussian_log_delta
+from dpkernels.privacy.gaussian import gaussian_delta, gaussian_epsilon
 from dpkernels.privacy.mechanism import Poisson, WithoutReplacement
 
 if TYPE_CHECKING:
@@ -89,10 +89,10 @@ class PldAccountant(Accountant):
 
     def _epsilon_of(self, exposed: Exposure, delta: float) -> float:
         if not exposed.sampled:
-            return gaussian_epsilon(exposed.mu, delta)
+            return gaussian_epsilon(delta, exposed.mu)
         return max(loss.epsilon(delta) for loss in self._composed(exposed))
 
     def _delta_of(self, exposed: Exposure, epsilon: float) -> float:
         if not exposed.sampled:
-            return math.exp(gaussian_log_delta(exposed.mu, epsilon))
+            return gaussian_delta(epsilon, exposed.mu)
         return max(loss.delta(epsilon) for loss in self._composed(exposed))
