@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpkernels import engine, ops, precondition
+from dpkernels import engine, ops, precondition, privacy, run
 from dpkernels.backend import BackendUnavailable, explain, use_backend
 from dpkernels.engine import (
     PrivateTraining,
@@ -13,11 +13,18 @@ from dpkernels.engine import (
 )
 from dpkernels.native import include_paths, kernel_sources
 from dpkernels.ops.noise import NoiseKey
+from dpkernels.privacy.samplers import FixedSizeSampler, PoissonSampler, ShuffledSampler
+from dpkernels.run import PrivateLoader, PrivateRun
 
 __all__ = [
     "BackendUnavailable",
+    "FixedSizeSampler",
     "NoiseKey",
+    "PoissonSampler",
+    "PrivateLoader",
+    "PrivateRun",
     "PrivateTraining",
+    "ShuffledSampler",
     "Unsupported",
     "__version__",
     "batch_norm_to_group_norm",
@@ -29,6 +36,8 @@ __all__ = [
     "make_private",
     "ops",
     "precondition",
+    "privacy",
+    "run",
     "use_backend",
 ]
 

@@ -25,6 +25,7 @@ ALLOWED = {
     "postprocess": ("dpkernels.postprocess", *ROOM_OF_OPS),
     "engine": ("dpkernels.engine", "dpkernels.precondition", *ROOM_OF_OPS),
     "run": (
+        "dpkernels.info",
         "dpkernels.run",
         "dpkernels.engine",
         "dpkernels.privacy",
@@ -33,6 +34,7 @@ ALLOWED = {
     ),
     "opacus": (
         "dpkernels.opacus",
+        "dpkernels.info",
         "dpkernels.run",
         "dpkernels.engine",
         "dpkernels.privacy",

@@ -1,5 +1,9 @@
-"""Private training as a whole: the engine, a loader that samples, and an accountant."""
+"""Runs: private training whose guarantee is known, from its loader to its report."""
+
+from __future__ import annotations
 
 from dpkernels.run.loader import PrivateLoader
+from dpkernels.run.private_run import PrivateRun
+from dpkernels.run.report import RunReport
 
-__all__ = ["PrivateLoader"]
+__all__ = ["PrivateLoader", "PrivateRun", "RunReport"]
