@@ -77,6 +77,11 @@ class PrivateTraining:
         self._step.clipping = value
 
     @property
+    def layers(self) -> dict[str, tuple[nn.Parameter, ...]]:
+        """The trained parameters by layer, under the names that ``PerLayer`` knows."""
+        return {layer.name: tuple(layer.parameters.values()) for layer in self._step.layers}
+
+    @property
     def expected_batch_size(self) -> float:
         """The public number that sums, of all ranks together, are divided by."""
         return self._step.mechanism.expected_batch_size
