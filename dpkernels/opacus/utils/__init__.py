@@ -1,0 +1,1 @@
+"""What Opacus keeps under this name, which scripts import from here."""
