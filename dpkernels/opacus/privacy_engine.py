@@ -1,0 +1,335 @@
+"""``PrivacyEngine``: model, optimizer and loader made private, and what that has cost."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from dpkernels import engine
+from dpkernels.opacus import checkpoint
+from dpkernels.opacus.accountants import create_accountant
+from dpkernels.opacus.accountants.statements import for_run
+from dpkernels.opacus.accountants.utils import noise_for
+from dpkernels.opacus.arguments import Processes, check_arguments, check_not_private_yet
+from dpkernels.opacus.clipping import clipping_of, set_layer_bounds
+from dpkernels.opacus.data_loader import (
+    DPDataLoader,
+    check_rand_on_empty,
+    private_loader,
+    sampling_of,
+)
+from dpkernels.opacus.grad_sample.grad_sample_module import GradSampleHooks, GradSampleModule
+from dpkernels.opacus.optimizers.optimizer import (
+    DPOptimizer,
+    check_whole_batch,
+    gradient_noise,
+)
+from dpkernels.opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+from dpkernels.opacus.utils.uniform_sampler import seed_of
+from dpkernels.opacus.validators import ModuleValidator
+from dpkernels.ops.noise import NoiseKey
+from dpkernels.privacy.mechanism import Poisson, gaussian_step
+from dpkernels.run.private_run import PrivateRun
+
+# What Opacus' accountants take, which ours do not need.
+_OF_ACCOUNTANTS = {"alphas", "delta_error", "eps_error", "epsilon_tolerance"}
+
+
+class PrivacyEngine:
+    """Makes training private, and adds up what it costs.
+
+    Unit: one record of the loader's data set. Adjacency: add/remove under Poisson sampling, replace
+    one without it. Seen: every noisy gradient, so every model. Sensitivity and noise: those of
+    ``DPOptimizer``. Sampling: Poisson at the rate 1 / len(data_loader), or, with
+    ``poisson_sampling=False``, each record once an epoch without amplification.
+
+    accountant: ``prv`` (privacy loss distributions), ``rdp``, ``gdp`` (exact, without sampling
+        only), or a name given to ``register_accountant``.
+    secure_mode: must be False. Keys come from the operating system's entropy always, but noise is
+        drawn from them by Philox, which is not a cryptographic generator, and added in floating
+        point: the promise of this mode is not kept here.
+    """
+
+    def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
+        if secure_mode:
+            raise ValueError(
+                "secure_mode must be False: noise is drawn by Philox, with keys from the operating "
+                "system's entropy, which is not a cryptographic generator, and floating-point "
+                "addition does not hide the low bits of what it is added to; if you need both, "
+                "do not use this noise"
+            )
+        self.accountant = create_accountant(accountant)
+        self.secure_mode = secure_mode
+        self.dataset: Any = None
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        criterion: Callable[..., Any] | None = None,
+        data_loader: DataLoader[Any],
+        noise_multiplier: float,
+        max_grad_norm: float | Sequence[float],
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: str = "flat",
+        noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
+        rand_on_empty: bool = False,
+        sample_rate: float | None = None,
+        expected_batch_size: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, ...]:
+        """Return (model, optimizer, loader), or with the ghost modes (.., criterion, loader).
+
+        module: any model whose inputs and layers have samples as their first axis. Several calls of
+            it before one backward pass are taken to be about the same samples. In
+            ``DistributedDataParallel``, ours or torch's, or sharded by ``FSDP2Wrapper``, it is
+            trained by all processes together, each on records of its own.
+        optimizer: any ``torch.optim`` optimizer over its trained parameters.
+        criterion: of the ghost modes; cross entropy if None. What is returned for it gives plain
+            losses.
+        data_loader: over a map-style data set, shuffled or not.
+        noise_multiplier: noise over sensitivity, >= 0; 0 gives no privacy.
+        max_grad_norm: the norm that gradients of samples are clipped to.
+        loss_reduction: whether the loss is the ``mean`` or the ``sum`` over samples. Gradients are
+            divided by the expected batch size for ``mean``, and by nothing for ``sum``.
+        clipping: ``flat``, ``per_layer`` (a bound for each parameter may be passed) or
+            ``adaptive`` (kwargs: target_unclipped_quantile, clipbound_learning_rate, max_clipbound,
+            min_clipbound, unclipped_num_std).
+        noise_generator: its seed is taken, with a warning: for tests.
+        grad_sample_mode: any of Opacus' but ``no_op``; all give the same numbers.
+        wrap_model: whether the model is returned inside of a ``GradSampleModule``, or a hold on it.
+        sample_rate: of Poisson sampling; 1 / len(data_loader) if None.
+        expected_batch_size: what gradients are divided by; len(dataset) * sample_rate, rounded
+            down, if None. Both by default take the number of records for public: pass both if it
+            is not.
+
+        Raises ValueError or TypeError, naming the argument, before anything is changed.
+        """
+        check_arguments(
+            grad_sample_mode,
+            criterion,
+            batch_first,
+            loss_reduction,
+            sample_rate,
+            expected_batch_size,
+        )
+        check_rand_on_empty(rand_on_empty)
+        if isinstance(optimizer, DPOptimizer):
+            optimizer = optimizer.original_optimizer
+        processes = Processes.of(module)
+        check_not_private_yet(processes.inside)
+        self.validate(module=processes.inside, optimizer=optimizer, data_loader=data_loader)
+        clip = clipping_of(clipping, max_grad_norm, kwargs, optimizer, loss_reduction)
+        noise = gradient_noise(noise_multiplier, clip)
+        sampling = sampling_of(data_loader, poisson_sampling, sample_rate)
+        loader = private_loader(data_loader, sampling, processes.distributed)
+        expected = expected_batch_size or loader.whole_batch_size
+        accountant = for_run(self.accountant)
+        # None of it, but the accountant says now, not in the first step, if it cannot account it.
+        accountant.compose(gaussian_step(noise_multiplier, loader.sampling), 0)
+        seed = seed_of(noise_generator)
+        training = engine.make_private(
+            processes.trained,
+            optimizer,
+            noise_multiplier=noise,
+            max_grad_norm=clip,
+            expected_batch_size=expected if loss_reduction == "mean" else 1.0,
+            loss_reduction=loss_reduction,  # type: ignore[arg-type]
+            noise_key=None if seed is None else NoiseKey.from_seed(seed),
+            several_calls="same samples",
+            process_group=processes.group,
+        )
+        if isinstance(max_grad_norm, Sequence):
+            set_layer_bounds(training, optimizer, max_grad_norm)
+        self._note_dataset(loader)
+        # Before the run's own, which enters the step into the accountant.
+        training.before_release(lambda: check_whole_batch(training, loader))
+        private = DPOptimizer(
+            optimizer,
+            PrivateRun(training, loader, accountant=accountant),
+            noise_multiplier=noise_multiplier,
+            expected_batch_size=expected,
+            loss_reduction=loss_reduction,
+        )
+        held = _held(module, private, wrap_model)
+        if "ghost" not in grad_sample_mode:
+            return held, private, loader
+        criterion = criterion or nn.CrossEntropyLoss(reduction=loss_reduction)
+        loss = DPLossFastGradientClipping(held, private, criterion, loss_reduction)
+        return held, private, loss, loader
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        data_loader: DataLoader[Any],
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        poisson_sampling: bool = True,
+        sample_rate: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, ...]:
+        """Return what ``make_private`` does, with the noise that ``epochs`` need for a budget.
+
+        target_epsilon, target_delta: the budget of all ``epochs``; what was spent before comes on
+            top.
+        kwargs: the other arguments of ``make_private``.
+        """
+        if len(self.accountant) > 0:
+            warnings.warn(
+                "make_private_with_epsilon: a part of the budget is spent already, and the noise "
+                "is for what comes: epsilon will be larger than target_epsilon",
+                stacklevel=2,
+            )
+        if not isinstance(epochs, int) or epochs < 1:
+            raise ValueError(
+                f"make_private_with_epsilon: epochs must be an integer >= 1, got {epochs!r}"
+            )
+        for name in _OF_ACCOUNTANTS & kwargs.keys():
+            del kwargs[name]
+        sampling = sampling_of(data_loader, poisson_sampling, sample_rate)
+        batches = round(1 / sampling.rate) if isinstance(sampling, Poisson) else len(data_loader)
+        return self.make_private(
+            data_loader=data_loader,
+            noise_multiplier=noise_for(
+                target_epsilon,
+                target_delta,
+                epochs * batches,
+                sampling,
+                self.accountant.mechanism(),
+            ),
+            poisson_sampling=poisson_sampling,
+            sample_rate=sample_rate,
+            **kwargs,
+        )
+
+    def get_epsilon(self, delta: float) -> float:
+        """Return the epsilon that has been spent, at ``delta``."""
+        return self.accountant.get_epsilon(delta)
+
+    def is_compatible(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer | None = None,
+        data_loader: DataLoader[Any] | None = None,
+    ) -> bool:
+        """Return whether ``module`` can be trained privately as it is."""
+        return ModuleValidator.is_valid(module)
+
+    def validate(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer | None = None,
+        data_loader: DataLoader[Any] | None = None,
+    ) -> None:
+        """Raise UnsupportedModuleError if ``module`` cannot be trained privately as it is."""
+        ModuleValidator.validate(module, strict=True)
+
+    @classmethod
+    def get_compatible_module(cls, module: nn.Module) -> nn.Module:
+        """Return a copy of ``module`` whose BatchNorms are GroupNorms, if nothing else is wrong."""
+        return ModuleValidator.fix_and_validate(module)
+
+    def save_checkpoint(
+        self,
+        *,
+        path: checkpoint.Destination,
+        module: nn.Module,
+        optimizer: DPOptimizer | None = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
+        checkpoint_dict: dict[str, Any] | None = None,
+        module_state_dict_kwargs: dict[str, Any] | None = None,
+        torch_save_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Write the state of all of them and of the accountant; with an optimizer, of the run.
+
+        checkpoint_dict: the caller's own, to be written, too.
+
+        Call it after ``step()``. Keys of the noise are not written, so that nobody can read them.
+        """
+        checkpoint.save(
+            path,
+            module,
+            self.accountant,
+            optimizer,
+            _schedulers(noise_scheduler, grad_clip_scheduler),
+            checkpoint_dict,
+            module_state_dict_kwargs,
+            torch_save_kwargs,
+        )
+
+    def load_checkpoint(
+        self,
+        *,
+        path: checkpoint.Destination,
+        module: nn.Module,
+        optimizer: DPOptimizer | None = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
+        module_load_dict_kwargs: dict[str, Any] | None = None,
+        torch_load_kwargs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Put back what ``save_checkpoint`` wrote, here or in Opacus; return the rest of it.
+
+        The run goes on at the same epsilon, with the next batch, and with noise never used before.
+        """
+        return checkpoint.load(
+            path,
+            module,
+            self.accountant,
+            optimizer,
+            _schedulers(noise_scheduler, grad_clip_scheduler),
+            module_load_dict_kwargs,
+            torch_load_kwargs,
+        )
+
+    def _note_dataset(self, loader: DPDataLoader) -> None:
+        if self.dataset is not None and self.dataset is not loader.dataset:
+            warnings.warn(
+                "make_private: this PrivacyEngine has accounted for another data set before; its "
+                "epsilon is for somebody who is in both. Make a PrivacyEngine for each, unless it "
+                "is the same data",
+                stacklevel=3,
+            )
+        self.dataset = loader.dataset
+
+
+def _held(
+    module: nn.Module, optimizer: DPOptimizer, wrap_model: bool
+) -> GradSampleModule | GradSampleHooks:
+    """Return the model as it is used from now on, or a hold on it."""
+
+    def end() -> None:
+        optimizer.run.training.detach()
+        optimizer.run.close()
+
+    if not wrap_model:
+        hooks = GradSampleHooks(module, loss_reduction=optimizer.loss_reduction)
+        hooks._attach(end)
+        return hooks
+    if not isinstance(module, GradSampleModule):
+        module = GradSampleModule(module)
+    module.loss_reduction = optimizer.loss_reduction
+    module._attach(end, optimizer.forget)
+    return module
+
+
+def _schedulers(noise: Any, grad_clip: Any) -> dict[str, Any]:
+    return {
+        "noise_scheduler_state_dict": noise,
+        "grad_clip_scheduler_state_dict": grad_clip,
+    }

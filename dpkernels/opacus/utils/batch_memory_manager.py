@@ -1,0 +1,91 @@
+"""``BatchMemoryManager``: large batches in microbatches that fit into memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from dpkernels.opacus.optimizers import DPOptimizer
+from dpkernels.run.loader import PrivateLoader
+
+
+class SplitLoader:
+    """A private loader's batches in microbatches of at most ``max_batch_size`` records.
+
+    The optimizer takes a step after the last of each batch, and skips the others: the loader says
+    which microbatch was handed out, however far ahead its workers are. Attributes are the loader's.
+    """
+
+    def __init__(self, loader: PrivateLoader, max_batch_size: int) -> None:
+        self.loader = loader
+        self.max_batch_size = max_batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        before = self.loader.max_physical_batch_size
+        self.loader.max_physical_batch_size = self.max_batch_size
+        try:
+            yield from self.loader
+        finally:
+            self.loader.max_physical_batch_size = before
+
+    def __len__(self) -> int:
+        """Return how many microbatches an epoch has, as expected."""
+        parts = self.loader.expected_batch_size / self.max_batch_size
+        return math.ceil(len(self.loader) * max(1.0, parts))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+def wrap_data_loader(
+    *, data_loader: DataLoader[Any], max_batch_size: int, optimizer: DPOptimizer
+) -> SplitLoader:
+    """Return the loader's batches in microbatches; arguments as ``BatchMemoryManager``'s."""
+    if not isinstance(max_batch_size, int) or max_batch_size < 1:
+        raise ValueError(f"max_physical_batch_size must be an integer >= 1, got {max_batch_size!r}")
+    if data_loader is not optimizer.run.loader:
+        raise ValueError(
+            "data_loader must be the one that make_private returned with this optimizer, which is "
+            f"accounted for, got another {type(data_loader).__name__}"
+        )
+    return SplitLoader(optimizer.run.loader, max_batch_size)
+
+
+class BatchMemoryManager:
+    """A context that gives the loader's batches in microbatches.
+
+    ``optimizer.step()`` after each microbatch takes one step for each batch: gradients of
+    microbatches are clipped and added up as they come, and get noise once.
+    """
+
+    def __init__(
+        self,
+        *,
+        data_loader: DataLoader[Any],
+        max_physical_batch_size: int,
+        optimizer: DPOptimizer,
+    ) -> None:
+        self.data_loader = data_loader
+        self.max_physical_batch_size = max_physical_batch_size
+        self.optimizer = optimizer
+
+    def __enter__(self) -> SplitLoader:
+        return wrap_data_loader(
+            data_loader=self.data_loader,
+            max_batch_size=self.max_physical_batch_size,
+            optimizer=self.optimizer,
+        )
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Nothing was changed that had to be put back."""
