@@ -1,0 +1,76 @@
+"""What processes do that train one model together."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from dpkernels.opacus import PrivacyEngine
+from dpkernels.opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from dpkernels.opacus.utils.fsdp_utils import FSDP2Wrapper
+from python_tests.engine.distributed.processes import full
+from python_tests.opacus.small import classifier, made, train
+
+WRAPPERS = {
+    "DPDDP": DifferentiallyPrivateDistributedDataParallel,
+    "DDP": DistributedDataParallel,
+    "FSDP2": FSDP2Wrapper,
+}
+
+
+def trained(wrapper, **changes):
+    """Return parameters after an epoch, the records that this rank saw, and the run's numbers."""
+    engine = PrivacyEngine(accountant="rdp")
+    model = WRAPPERS[wrapper](classifier())
+    mode = "ghost_fsdp" if wrapper == "FSDP2" else "hooks"
+    model, optimizer, *_, loader = made(
+        engine, module=model, grad_sample_mode=mode, sample_rate=0.5, **changes
+    )
+    seen = []
+    for x, y in loader:
+        seen.append(x)
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        "parameters": [full(parameter) for parameter in model.parameters()],
+        "seen": seen,
+        "epsilon": engine.get_epsilon(1e-5),
+        "history": engine.accountant.history,
+        "expected_batch_size": optimizer.expected_batch_size,
+    }
+
+
+def without_noise():
+    return {name: trained(name, noise_multiplier=0.0) for name in WRAPPERS}
+
+
+def with_noise():
+    return {name: trained(name) for name in WRAPPERS}
+
+
+def refused():
+    """Return what each rank says when one of them sends a part of its batch only."""
+    model = DifferentiallyPrivateDistributedDataParallel(classifier())
+    model, optimizer, loader = made(module=model, sample_rate=1.0)
+    x, y = next(iter(loader))
+    part = slice(0, -1) if dist.get_rank() == 0 else slice(None)
+    cross_entropy(model(x[part]), y[part]).backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error), optimizer.run.training.steps
+    return "", optimizer.run.training.steps
+
+
+def one_order():
+    model = DifferentiallyPrivateDistributedDataParallel(classifier())
+    try:
+        train(*made(module=model, poisson_sampling=False))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+ALL = (without_noise, with_noise, refused, one_order)
