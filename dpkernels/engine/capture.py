@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import update_wrapper
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,6 +89,30 @@ class Site:
         self._capture.take(self._pass, self.layer, tensors)
 
 
+class _InPlace:
+    """A forward pass in place of the module's own. A copy of the module has its own again.
+
+    Copied as it is, it would go on computing with the weights of the module it was made for.
+    """
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        update_wrapper(self, module.forward)
+        self._module, self._call = module, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        copied = memo[id(self._module)]
+        return MethodType(type(copied).forward, copied)
+
+
+def has_forward_in_place(module: nn.Module) -> bool:
+    """Return whether the module computes something else than its class says."""
+    own = vars(module).get("forward")
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+
+
 class Capture:
     """Collects the uses of a model's layers and says when a layer, and a pass, is complete."""
 
@@ -131,7 +156,7 @@ class Capture:
             return layer.forward(self._site(layer), plain, *args, **kwargs)
 
         # An attribute of the object hides the class's method, until it is deleted.
-        module.forward = forward
+        module.forward = _InPlace(module, forward)
         return lambda: delattr(module, "forward")
 
     def _enclose(self, model: nn.Module) -> Callable[[], None]:
@@ -139,7 +164,6 @@ class Capture:
         routed = vars(model).get("forward")
         plain = model.forward
 
-        @wraps(plain)
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._begin(args, kwargs)
             try:
@@ -147,7 +171,7 @@ class Capture:
             finally:
                 self._current = None
 
-        model.forward = forward
+        model.forward = _InPlace(model, forward)
         if routed is None:
             return lambda: delattr(model, "forward")
         return lambda: setattr(model, "forward", routed)

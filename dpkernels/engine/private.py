@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpkernels.engine.capture import Capture, flattened
+from dpkernels.engine.capture import Capture, flattened, has_forward_in_place
 from dpkernels.engine.clipping import Clipping, Flat, NoisyCount
 from dpkernels.engine.distributed import Ranks, bypass_reducer, group_of, parameter_facts
 from dpkernels.engine.layers.layer import Unsupported
@@ -403,7 +403,7 @@ def _check_plain(model: nn.Module) -> None:
                 "the model went through torch.compile, whose graphs keep activations and errors "
                 "to themselves; pass the plain model (model._orig_mod)"
             )
-    if any("forward" in vars(module) for module in model.modules()):
+    if any(has_forward_in_place(module) for module in model.modules()):
         raise Unsupported(
             "a module of the model has its forward() replaced already, perhaps by an earlier "
             "make_private; call detach() on that first"

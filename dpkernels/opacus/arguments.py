@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dpkernels.engine.capture import has_forward_in_place
 from dpkernels.engine.sharding import fsdp_modules
 from dpkernels.opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from dpkernels.opacus.grad_sample.grad_sample_module import MODES, GradSampleModule
@@ -62,7 +63,7 @@ def check_arguments(
 
 def check_not_private_yet(module: nn.Module) -> None:
     """Raise ValueError for a model that is in private training already."""
-    if any("forward" in vars(part) for part in module.modules()):
+    if any(has_forward_in_place(part) for part in module.modules()):
         raise ValueError(
             "make_private: module is in private training already; call to_standard_module() on "
             "the model that the first make_private returned, and build a new optimizer"

@@ -25,11 +25,7 @@ from dpkernels.opacus.data_loader import (
     sampling_of,
 )
 from dpkernels.opacus.grad_sample.grad_sample_module import GradSampleHooks, GradSampleModule
-from dpkernels.opacus.optimizers.optimizer import (
-    DPOptimizer,
-    check_whole_batch,
-    gradient_noise,
-)
+from dpkernels.opacus.optimizers.optimizer import DPOptimizer, gradient_noise
 from dpkernels.opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from dpkernels.opacus.utils.uniform_sampler import seed_of
 from dpkernels.opacus.validators import ModuleValidator
@@ -153,8 +149,6 @@ class PrivacyEngine:
         if isinstance(max_grad_norm, Sequence):
             set_layer_bounds(training, optimizer, max_grad_norm)
         self._note_dataset(loader)
-        # Before the run's own, which enters the step into the accountant.
-        training.before_release(lambda: check_whole_batch(training, loader))
         private = DPOptimizer(
             optimizer,
             PrivateRun(training, loader, accountant=accountant),

@@ -33,8 +33,8 @@ class PrivateRun:
 
     A step is entered into the accountant before its noise is drawn, so that nothing is released
     uncounted. Raises RuntimeError in ``optimizer.step()``, before anything is released, for a
-    second step on one batch and for a step on samples of several batches: neither is the mechanism
-    that the accountant knows.
+    second step on one batch and for a step on a part of one or on samples of several: none of them
+    is the mechanism that the accountant knows.
     """
 
     def __init__(
@@ -103,12 +103,19 @@ class PrivateRun:
                 "accounted for as if its batch were drawn anew: take the next batch from the "
                 "loader, or call step() after the last microbatch only (loader.is_last_microbatch)"
             )
-        if samples > self.loader.batch_size_now:
+        records = self.loader.batch_size_now
+        if samples > records:
             raise RuntimeError(
                 f"optimizer.step(): it has {samples} samples, but the batch that the loader handed "
-                f"out last has {self.loader.batch_size_now}; one record in two batches of a step "
-                "would count twice: call step() after each batch of the loader, and set its batch "
-                "size and max_physical_batch_size instead of adding batches up"
+                f"out last has {records}; one record in two batches of a step would count twice: "
+                "call step() after each batch of the loader, and set its batch size and "
+                "max_physical_batch_size instead of adding batches up"
+            )
+        if 0 < samples < records:
+            raise RuntimeError(
+                f"optimizer.step(): it has {samples} samples of a batch of {records} records; who "
+                "is left out would depend on who else was drawn: send the whole batch through the "
+                "model, all of it in one call or each microbatch of the loader in its own"
             )
         statement, steps = self.statement(), 1
         if isinstance(statement.sampling, Shuffled):

@@ -131,3 +131,23 @@ def test_listeners_hear_of_every_release_before_it_and_can_refuse():
     with pytest.raises(RuntimeError, match="no more budget"):
         optimizer.step()
     assert len(heard) == 2
+
+
+@pytest.mark.parametrize("case", ["linear", "conv2d"])
+def test_a_copy_of_a_model_in_private_training_is_plain_and_its_own(case):
+    model, inputs = made(case)
+    wanted = model(*inputs).detach()
+    _, optimizer = private(model, 1.0)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(copied(*inputs), wanted)
+    # Its gradients are autograd's, and nothing of it gets into the sums of the original.
+    square(copied(*inputs)).sum().backward()
+    assert all(p.grad is not None for p in copied.parameters())
+    optimizer.step()
+    assert all(not p.grad.any() for p in model.parameters())
+    training, _ = private(copied, 1.0)
+    training.detach()
+    assert torch.equal(copied(*inputs), wanted)

@@ -129,6 +129,17 @@ def test_a_step_on_several_batches_is_refused():
     assert run.training.steps == run.accountant.steps == 0
 
 
+def test_a_step_on_a_part_of_a_batch_is_refused():
+    run, _ = made()
+    for x, y in run.loader:
+        if len(x) > 1:
+            loss_of(run, x[1:], y[1:]).backward()
+            with pytest.raises(RuntimeError, match="who is left out would depend"):
+                run.training.optimizer.step()
+            break
+    assert run.training.steps == run.accountant.steps
+
+
 def test_microbatches_of_one_batch_are_one_step():
     whole, scheduler = made()
     train(whole, scheduler, 6)

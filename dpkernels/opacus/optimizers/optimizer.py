@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpkernels.engine import Adaptive, Flat, PrivateTraining
+from dpkernels.engine import Adaptive, Flat
 from dpkernels.ops.checks import check_finite
-from dpkernels.run.loader import PrivateLoader
 from dpkernels.run.private_run import PrivateRun
 
 
@@ -219,21 +218,6 @@ class DPOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"DPOptimizer({self.original_optimizer!r})"
-
-
-def check_whole_batch(training: PrivateTraining, loader: PrivateLoader) -> None:
-    """Raise RuntimeError if only some of the loader's batch went through the model.
-
-    Then either who is left out depends on the others, or two calls of the model were about
-    different samples and have been taken for the same: one record moves more than its own clipped
-    gradient either way.
-    """
-    samples, records = training.samples, loader.batch_size_now
-    if 0 < samples < records:
-        raise RuntimeError(
-            f"optimizer.step(): it has {samples} samples of a batch of {records} records; send the "
-            "whole batch through one call of the model, and use BatchMemoryManager for parts of it"
-        )
 
 
 def gradient_noise(noise_multiplier: float, clipping: object) -> float:
