@@ -2,15 +2,23 @@
 
     python -m benchmarks.accounting
 
-dp-accounting stands beside: its time for one epsilon, building what it composes included.
+dp-accounting stands beside: its time for one epsilon, building what it composes included. Writes
+``accounting.json`` and the table of the README, in CPU time.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import torch
+
+from benchmarks import provenance
+from benchmarks.report import markdown_table, rewrite_section
 from dpkernels.privacy import (
     Poisson,
     WithoutReplacement,
@@ -19,6 +27,7 @@ from dpkernels.privacy import (
     make_accountant,
 )
 
+_ROOT = Path(__file__).resolve().parent.parent
 CALLS = 10_000
 DELTA = 1e-5
 WITHIN = 0.02
@@ -74,21 +83,61 @@ def peer(name: str, sigma: float, sampling: Poisson | WithoutReplacement) -> flo
     return seconds(lambda: accountant.compose(step, CALLS).get_epsilon(DELTA))
 
 
-def main() -> None:
-    """Print a table in milliseconds."""
-    logging.disable(logging.WARNING)  # of orders that dp-accounting leaves out
+def measure() -> list[dict[str, Any]]:
+    """Return the milliseconds of every accountant and setting."""
     make_accountant("rdp")
     search("rdp", Poisson(0.1))  # imports
-    print(f"{CALLS:,} steps, delta = {DELTA:g}, milliseconds of CPU time")
-    print(f"{'':64}{f'each step, {WITHIN:.0%}':>16}{'exact':>9}{'search':>9}{'dp-accounting':>15}")
+    found = []
     for name in ("rdp", "pld"):
         for sigma, sampling in SETTINGS:
             theirs = peer(name, sigma, sampling)
-            times = [every_step(name, sigma, sampling), exact(name, sigma, sampling)]
-            times.append(search(name, sampling))
-            cells = f"{times[0] * 1e3:16.3f}{times[1] * 1e3:9.2f}{times[2] * 1e3:9.0f}"
-            beside = "" if theirs is None else f"{theirs * 1e3:15.0f}"
-            print(f"{f'{name}  sigma {sigma}  {sampling}':64}{cells}{beside}".rstrip())
+            found.append(
+                {
+                    "accountant": name,
+                    "noise_multiplier": sigma,
+                    "sampling": str(sampling),
+                    "each_step_ms": 1e3 * every_step(name, sigma, sampling),
+                    "exact_ms": 1e3 * exact(name, sigma, sampling),
+                    "search_ms": 1e3 * search(name, sampling),
+                    "dp_accounting_ms": None if theirs is None else 1e3 * theirs,
+                }
+            )
+    return found
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Return it in Markdown."""
+    header = [
+        "accountant and step",
+        f"each of {CALLS:,} steps, to {WITHIN:.0%}",
+        "one exact epsilon",
+        "search for sigma",
+        "dp-accounting, one epsilon",
+    ]
+    rows = []
+    for one in found:
+        theirs = one["dp_accounting_ms"]
+        rows.append(
+            [
+                f"{one['accountant']}, sigma {one['noise_multiplier']}, {one['sampling']}",
+                f"{one['each_step_ms']:.3f} ms",
+                f"{one['exact_ms']:.2f} ms",
+                f"{one['search_ms']:.0f} ms",
+                "" if theirs is None else f"{theirs:.0f} ms",
+            ]
+        )
+    return markdown_table(header, rows)
+
+
+def main() -> None:
+    """Measure, print, and write the results and the README's table."""
+    logging.disable(logging.WARNING)  # of orders that dp-accounting leaves out
+    where = provenance.collect(torch.device("cpu"))
+    found = measure()
+    print(table(found))
+    text = json.dumps({"where": where, "results": found}, indent=1)
+    (_ROOT / "benchmarks" / "results" / "accounting.json").write_text(f"{text}\n")
+    rewrite_section(_ROOT / "README.md", "accounting", table(found))
 
 
 if __name__ == "__main__":
