@@ -176,6 +176,10 @@ class Capture:
             return lambda: delattr(model, "forward")
         return lambda: setattr(model, "forward", routed)
 
+    def end_calls(self) -> None:
+        """Say that calls of the model from now on are about other samples than those before."""
+        self._latest = self._loose
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Let layers compute as if nobody listened."""

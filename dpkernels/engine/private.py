@@ -18,7 +18,7 @@ from dpkernels.engine.layers.tied import tie
 from dpkernels.engine.report import Report
 from dpkernels.engine.rules import check_optimizer, layers_of
 from dpkernels.engine.sharding import sharding_group
-from dpkernels.engine.step import Mechanism, Reduction, Step
+from dpkernels.engine.step import Mechanism, Reduction, Seen, Step
 from dpkernels.ops.checks import check_finite
 from dpkernels.ops.noise import NoiseKey
 from dpkernels.precondition import FixedSides, Preconditioner
@@ -42,11 +42,17 @@ class PrivateTraining:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, step: Step, detach: Callable[[], None]
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        step: Step,
+        capture: Capture,
+        detach: Callable[[], None],
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self._step = step
+        self._capture = capture
         self._detach = detach
 
     @property
@@ -122,6 +128,11 @@ class PrivateTraining:
         return self._step.seen.samples
 
     @property
+    def microbatches(self) -> int:
+        """How many backward passes the next step has so far."""
+        return self._step.seen.microbatches
+
+    @property
     def noise_key(self) -> NoiseKey:
         """Where the noise comes from: of this rank's share, if there are several."""
         return self._step.key
@@ -177,6 +188,7 @@ class PrivateTraining:
             "rank": self.rank,
             "world_size": self.world_size,
             "noise_multiplier": self.noise_multiplier,
+            "nonfinite_samples": self.nonfinite_samples,
             "max_norm": dict(bound) if isinstance(bound, Mapping) else bound,
         }
 
@@ -196,11 +208,20 @@ class PrivateTraining:
         self._step.key.load_state_dict(state["noise_key"])
         self._step.taken = state["steps"]
         self.noise_multiplier = state["noise_multiplier"]
+        self._step.seen = Seen(dropped=state["nonfinite_samples"])
         clipping: Any = self._step.clipping
         if self.extra_query is not None:
             clipping.max_norm = state["max_norm"]
         elif state["max_norm"] is not None:
             self._step.clipping = dataclasses.replace(clipping, max_norm=state["max_norm"])
+
+    def end_calls(self) -> None:
+        """Say that calls of the model from now on are about other samples than those before.
+
+        With ``several_calls="same samples"``, calls on two batches are then refused in one backward
+        pass, as they are without it.
+        """
+        self._capture.end_calls()
 
     def discard(self) -> None:
         """Forget microbatches since the last step, as ``optimizer.zero_grad()`` does."""
@@ -320,7 +341,7 @@ def make_private(
         for one in undo:
             one()
 
-    return PrivateTraining(model, optimizer, step, detach)
+    return PrivateTraining(model, optimizer, step, capture, detach)
 
 
 def _facts(step: Step, several_calls: SeveralCalls) -> dict[str, str]:

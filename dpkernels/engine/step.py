@@ -55,12 +55,13 @@ class Seen:
 
     microbatches, samples: of the logical step that is being collected.
     sq_norms: ``[L, B]`` of the last microbatch, if they are kept.
+    dropped: as not finite, since the beginning, as far as they have been counted.
     """
 
     microbatches: int = 0
     samples: int = 0
     sq_norms: Tensor | None = field(default=None, repr=False)
-    _dropped: int = field(default=0, repr=False)
+    dropped: int = 0
     _uncounted: list[Tensor] = field(default_factory=list, repr=False)
 
     def note(self, factors: Tensor) -> None:
@@ -76,8 +77,8 @@ class Seen:
     def nonfinite(self) -> int:
         """Return how many samples were dropped, since the beginning, as not finite."""
         uncounted, self._uncounted = self._uncounted, []
-        self._dropped += sum(int((factors == 0).sum()) for factors in uncounted)
-        return self._dropped
+        self.dropped += sum(int((factors == 0).sum()) for factors in uncounted)
+        return self.dropped
 
 
 class Step:

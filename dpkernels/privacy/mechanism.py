@@ -54,11 +54,14 @@ class WithoutReplacement:
 class Shuffled:
     """Every record is in exactly one of the ``batches`` batches of an epoch.
 
+    run: which pass through the data it is; epochs of different runs are counted apart.
+
     No amplification is claimed: an epoch is as private as one step on all records, because one
     record moves one of its steps only. A part of an epoch counts as a whole one.
     """
 
     batches: int
+    run: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.batches, int) or self.batches < 1:

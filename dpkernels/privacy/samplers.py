@@ -82,6 +82,11 @@ class PrivateSampler(Sampler[list[int]], ABC):
             yield batch
         self.end(iteration)
 
+    @property
+    def position(self) -> int:
+        """How many batches of the present epoch were handed out."""
+        return self._position
+
     def begin(self) -> int:
         """Begin an epoch, or go on with one; return the number of this iteration.
 

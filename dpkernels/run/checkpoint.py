@@ -10,16 +10,19 @@ models as they are made writes a checkpoint before publishing each.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import tempfile
+import secrets
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
 if TYPE_CHECKING:
+    from dpkernels.engine import Ranks
     from dpkernels.run.private_run import PrivateRun
+
+T = TypeVar("T")
 
 _FORMAT = 1
 
@@ -34,13 +37,19 @@ def save(
 
     Keys from the operating system are not written: whoever read them could subtract the noise.
     """
-    if run.training.samples:
-        raise RuntimeError(
-            "save: it cannot be called between backward() and step(): sums without noise are not "
-            "written; call it after step()"
-        )
+    ranks = run.training.ranks
+    reason = (
+        "save: it cannot be called between backward() and step(): sums without noise are not "
+        "written; call it after step()"
+        if run.training.microbatches
+        else None
+    )
+    # The first rank's name for this checkpoint is everybody's; and all write it, or nobody.
+    answers = ranks.gathered((secrets.token_hex(8), reason))
+    _raise_first([answer[1] for answer in answers])
     state = {
         "format": _FORMAT,
+        "name": answers[0][0],
         "model": run.training.model.state_dict(),
         "optimizer": run.training.optimizer.state_dict(),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -48,30 +57,29 @@ def save(
         "generators": _generators(),
         "extra": extra,
     }
-    ranks = run.training.ranks
     if ranks.size == 1:
         write_atomically(path, state)
         return
     old, new = _files(path, ranks.rank)
-    write_atomically(new, state)
-    ranks.gathered()
+    _together(ranks, lambda: write_atomically(new, state))
     os.replace(new, old)
 
 
 def load(path: str | os.PathLike[str], run: PrivateRun, *, scheduler: Any = None) -> Any:
     """Put everything back that ``save`` wrote; return its ``extra``.
 
-    Noise goes on with a key of its own, or, from a fixed seed, with the next counter.
+    Noise goes on with a key of its own, or, from a fixed seed, with the next counter. If something
+    does not fit, the model is left as it was, or epsilon is that of the checkpoint already.
     """
     state = _read(path) if run.training.ranks.size == 1 else _latest_of_all(path, run)
     if (state["scheduler"] is None) is not (scheduler is None):
         there = "has none" if state["scheduler"] is None else "has one"
         raise ValueError(f"load: scheduler must be given as it was to save(), which {there}")
+    run.load_state_dict(state["run"])
     run.training.model.load_state_dict(state["model"])
     run.training.optimizer.load_state_dict(state["optimizer"])
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"])
-    run.load_state_dict(state["run"])
     _set_generators(state["generators"])
     return state["extra"]
 
@@ -90,10 +98,11 @@ def _files(path: str | os.PathLike[str], rank: int) -> tuple[Path, Path]:
 
 
 def _latest_of_all(path: str | os.PathLike[str], run: PrivateRun) -> dict[str, Any]:
-    """Return this rank's state of the last step that all ranks have."""
+    """Return this rank's part of the last checkpoint that all ranks have."""
     ranks = run.training.ranks
-    there = [_read(file) for file in _files(path, ranks.rank) if file.exists()]
-    own = {state["run"]["training"]["steps"]: state for state in there}
+    files = [file for file in _files(path, ranks.rank) if file.exists()]
+    states = _together(ranks, lambda: [_read(file) for file in files])
+    own = {(s["run"]["training"]["steps"], s["name"]): s for s in states}
     common = set.intersection(*map(set, ranks.gathered(list(own))))
     if not common:
         raise FileNotFoundError(
@@ -103,19 +112,40 @@ def _latest_of_all(path: str | os.PathLike[str], run: PrivateRun) -> dict[str, A
     return own[max(common)]
 
 
+def _together(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Return what ``work`` returns, if it fails on no rank; raise on all of them otherwise."""
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as found:
+        error = found
+    reasons = ranks.gathered(error and f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    _raise_first(reasons)
+    return cast(T, result)
+
+
+def _raise_first(reasons: Sequence[str | None]) -> None:
+    """Raise RuntimeError for the first rank that has a reason."""
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            raise RuntimeError(reason if len(reasons) == 1 else f"on rank {rank}: {reason}")
+
+
 def write_atomically(path: str | os.PathLike[str], state: Any) -> None:
     """Write ``state`` so that ``path`` holds the old or the new whole, whenever power is cut."""
     target = Path(path)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    # One name, so that what a killed process leaves is overwritten by the next.
+    partial = target.with_name(f".{target.name}.partial")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with partial.open("wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, target)
+        partial.replace(target)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+        partial.unlink(missing_ok=True)
         raise
     # The new name is on the disk only when the folder is.
     folder = os.open(target.parent, os.O_RDONLY)

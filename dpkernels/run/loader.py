@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sized
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import (
@@ -25,6 +25,19 @@ from dpkernels.run.empty_batch import empty_batch
 _OURS = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order"}
 
 
+class Watcher(Protocol):
+    """What is told of batches as they are handed out, not as workers fetch them."""
+
+    def begins(self) -> None:
+        """An iteration begins."""
+
+    def hands_out(self, records: int) -> None:
+        """A microbatch is about to be handed out; of its batch ``records`` were so far."""
+
+    def ends(self) -> None:
+        """The epoch has been handed out to its end."""
+
+
 class PrivateLoader(DataLoader[Any]):
     """Loads the batches of a private sampler, in microbatches if they are large.
 
@@ -41,6 +54,7 @@ class PrivateLoader(DataLoader[Any]):
     batch_size_now: number of records of the logical batch that was handed out last, 0 before the
         first. Private: it depends on who was sampled.
     is_last_microbatch: whether nothing more of that logical batch is to come.
+    watcher: the run that the batches are for, if there is one.
 
     Raises ValueError or TypeError for data sets without a length, or of another than the sampler's.
     """
@@ -61,14 +75,17 @@ class PrivateLoader(DataLoader[Any]):
                 "the sampler, in its order"
             )
         self.private_sampler = sampler
+        self.watcher: Watcher | None = None
         self.batch_size_now = 0
         self.is_last_microbatch = True
         self._microbatches = _Microbatches(sampler)
         self.max_physical_batch_size = max_physical_batch_size
         # For the workers' seeds a DataLoader draws from torch's own generator in every epoch: after
         # a restart dropout would go on with other numbers.
-        if options.get("generator") is None:
-            options["generator"] = torch.Generator().manual_seed(torch.initial_seed())
+        self._own_generator = options.get("generator") is None
+        if self._own_generator:
+            options["generator"] = torch.Generator()
+        self._seed = torch.initial_seed()
         super().__init__(
             dataset,
             batch_sampler=self._microbatches,
@@ -148,12 +165,21 @@ class PrivateLoader(DataLoader[Any]):
         iteration = sampler.begin()
         self.batch_size_now, self.is_last_microbatch = 0, True
         fetched = self._microbatches.fetched = deque()
+        if self._own_generator:
+            # A function of the place, so that workers go on after a restart as they would have.
+            self.generator.manual_seed((self._seed + self.batches_handed_out) % 2**63)
+        if self.watcher is not None:
+            self.watcher.begins()
         for batch in super().__iter__():
             now = fetched.popleft()
-            sampler.advance(iteration, int(now.first))
+            if self.watcher is not None:
+                self.watcher.hands_out(now.records_before)
+            sampler.advance(iteration, int(now.records_before == 0))
             self.batch_size_now, self.is_last_microbatch = now.logical_size, now.last
             yield batch
         sampler.end(iteration)
+        if self.watcher is not None:
+            self.watcher.ends()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place that a checkpoint keeps: behind the logical batch handed out last.
@@ -169,7 +195,7 @@ class PrivateLoader(DataLoader[Any]):
 
 class _Microbatch(NamedTuple):
     logical_size: int
-    first: bool
+    records_before: int
     last: bool
 
 
@@ -188,7 +214,7 @@ class _Microbatches:
             size = len(batch)
             step = self.largest or max(1, size)
             for start in range(0, max(1, size), step):
-                fetched.append(_Microbatch(size, start == 0, start + step >= size))
+                fetched.append(_Microbatch(size, start, start + step >= size))
                 yield batch[start : start + step]
 
 

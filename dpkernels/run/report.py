@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,8 @@ class RunReport:
 
     epsilon: None if there is none to be had; ``not_private`` says why.
     epsilon_by_dp_accounting: the same by other people's code; None if it was not asked for.
-    releases: what was released and how often, in the order of the run.
+    releases: what was released and how often, in the order of the run; of shuffled epochs, batches
+        that were left out count as released.
     clipping: how samples were bounded, and ``max_grad_norm``, as of the last step.
     noise, samples: where noise and batches come from.
     nonfinite_samples: how many were dropped. It depends on the data, and epsilon does not cover it.
@@ -83,6 +85,9 @@ class RunReport:
     def to_dict(self) -> dict[str, Any]:
         """Return it in types that JSON knows; what epsilon does not cover stands apart."""
         state = dataclasses.asdict(self)
+        for name in ("epsilon", "epsilon_by_dp_accounting"):
+            if state[name] == math.inf:
+                state[name] = "infinity"  # JSON has no number for it
         state["releases"] = [
             {"statement": statement.to_dict(), "steps": steps} for statement, steps in self.releases
         ]

@@ -21,6 +21,8 @@ from dpkernels.privacy import (
     make_accountant,
 )
 from dpkernels.privacy.accountants import ACCOUNTANTS, GaussianAccountant, RdpAccountant
+from dpkernels.privacy.accountants.exposure import exposure
+from dpkernels.privacy.accountants.pld import PldAccountant
 from dpkernels.privacy.gaussian import gaussian_delta, gaussian_epsilon
 
 DELTA = 1e-5
@@ -168,11 +170,55 @@ def test_a_history_survives_json(name):
     runs = [(gaussian_step(sigma, Shuffled(4)), 3) for sigma in (1.0, 2.0)]
     accountant = spent(name, *runs)
     accountant.epsilon(DELTA, within=0.1)
-    other = spent(name, (gaussian_step(5.0, EveryRecord()), 9))
-    other.epsilon(DELTA, within=0.1)
+    other = make_accountant(name)
     other.load_state_dict(json.loads(json.dumps(accountant.state_dict())))
     assert other.history == runs
     assert other.epsilon(DELTA, within=0.1) == accountant.epsilon(DELTA)
+
+
+@pytest.mark.parametrize("name", ["rdp", "pld"])
+def test_going_back_does_not_take_back_what_was_released(name):
+    first, second = (gaussian_step(sigma, Poisson(0.1)) for sigma in (1.0, 2.0))
+    accountant = spent(name, (first, 3), (second, 2))
+    accountant.epsilon(DELTA, within=0.1)
+    for earlier in ([(first, 2)], [(first, 3)], [(first, 3), (second, 1)], []):
+        accountant.load_state_dict(spent(name, *earlier).state_dict())
+        assert accountant.history == [(first, 3), (second, 2)]
+    # Of another run: both have been released.
+    accountant.load_state_dict(spent(name, (second, 4)).state_dict())
+    assert accountant.history == [(second, 4), (first, 3), (second, 2)]
+    exact = spent(name, (second, 6), (first, 3)).epsilon(DELTA)
+    assert accountant.epsilon(DELTA, within=0.1) == pytest.approx(exact, rel=1e-9)
+
+
+def test_a_history_is_replaced_where_that_is_said():
+    accountant = spent("rdp", (gaussian_step(1.0, Poisson(0.1)), 3))
+    accountant.replace([])
+    assert accountant.epsilon(DELTA) == 0
+
+
+def test_epochs_of_different_runs_are_counted_apart():
+    each = [gaussian_step(2.0, Shuffled(4, run=name)) for name in "abcd"]
+    apart = spent("gaussian", *((statement, 1) for statement in each))
+    assert apart.epsilon(DELTA) == spent("gaussian", (each[0], 16)).epsilon(DELTA)
+    assert apart.epsilon(DELTA) > spent("gaussian", (each[0], 4)).epsilon(DELTA)
+
+
+@pytest.mark.parametrize(("name", "before"), [("rdp", 5000), ("pld", 3000)])
+def test_a_rough_epsilon_where_it_hardly_grows_any_more(name, before):
+    accountant = spent(name, (gaussian_step(1.0, Poisson(0.01)), before))
+    for _ in range(6):
+        accountant.compose(gaussian_step(3.0, Poisson(0.01)))
+        rough = accountant.epsilon(DELTA, within=0.02)
+        assert accountant.epsilon(DELTA) <= rough <= 1.02 * accountant.epsilon(DELTA)
+
+
+def test_one_release_to_all_beside_rare_samples_does_not_ask_for_a_finer_grid_than_allowed():
+    exposed = exposure(
+        [(gaussian_step(1.0, EveryRecord()), 1), (gaussian_step(1.0, Poisson(1e-6)), 1000)]
+    )
+    for loss in PldAccountant()._composed(exposed):
+        assert len(loss.masses) <= 4 * (1 << 18)
 
 
 @pytest.mark.parametrize("name", ["rdp", "pld"])

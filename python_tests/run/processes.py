@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,8 +85,8 @@ def fsdp_resumed() -> dict:
     return resumed(lambda model: fully_shard(model) or model)
 
 
-def broken_off_between_files() -> int:
-    """Return the step that is resumed where one rank's new file had not got its name yet."""
+def two_checkpoints() -> tuple[PrivateRun, Path, Any]:
+    """Return a run with checkpoints after steps 2 and 4; the first is kept beside as old."""
     folder, rank = shared_folder(), dist.get_rank()
     run, scheduler = made(nn.parallel.DistributedDataParallel)
     own = folder / f"run.pt.rank{rank}"
@@ -95,28 +95,51 @@ def broken_off_between_files() -> int:
     shutil.copy(own, folder / f"old{rank}")
     train(run, scheduler, 4)
     run.save(folder / "run.pt", scheduler=scheduler)
-    if rank == 1:
-        os.replace(own, f"{own}.new")
-        os.replace(folder / f"old{rank}", own)
-    run.load(folder / "run.pt", scheduler=scheduler)
+    return run, own, scheduler
+
+
+def broken_off_between_files() -> int:
+    """Return the step that is resumed where one rank's new file had not got its name yet."""
+    run, own, scheduler = two_checkpoints()
+    if dist.get_rank() == 1:
+        own.replace(f"{own}.new")
+        (own.parent / "old1").replace(own)
+    run.load(own.with_suffix(""), scheduler=scheduler)
     return run.training.steps
 
 
 def broken_off_before_all_have_written() -> int:
     """Return the step that is resumed where only one rank has a new file."""
-    folder, rank = shared_folder(), dist.get_rank()
-    run, scheduler = made(nn.parallel.DistributedDataParallel)
-    own = folder / f"run.pt.rank{rank}"
-    train(run, scheduler, 2)
-    run.save(folder / "run.pt", scheduler=scheduler)
-    shutil.copy(own, folder / f"old{rank}")
-    train(run, scheduler, 4)
-    run.save(folder / "run.pt", scheduler=scheduler)
-    if rank == 1:
-        os.replace(own, f"{own}.new")
-    os.replace(folder / f"old{rank}", own)
-    run.load(folder / "run.pt", scheduler=scheduler)
+    run, own, scheduler = two_checkpoints()
+    if dist.get_rank() == 1:
+        own.replace(f"{own}.new")
+    (own.parent / f"old{dist.get_rank()}").replace(own)
+    run.load(own.with_suffix(""), scheduler=scheduler)
     return run.training.steps
+
+
+def of_two_attempts() -> int:
+    """Return the step that is resumed where ranks have files of step 4 from different attempts."""
+    run, own, scheduler = two_checkpoints()
+    first = own.parent / f"first{dist.get_rank()}"
+    own.replace(first)
+    shutil.copy(own.parent / f"old{dist.get_rank()}", own)
+    run.load(own.with_suffix(""), scheduler=scheduler)
+    train(run, scheduler, 4)
+    run.save(own.with_suffix(""), scheduler=scheduler)
+    # Rank 0 died before it wrote in the second attempt, rank 1 in the first.
+    (first if dist.get_rank() == 0 else own).replace(f"{own}.new")
+    (own.parent / f"old{dist.get_rank()}").replace(own)
+    run.load(own.with_suffix(""), scheduler=scheduler)
+    return run.training.steps
+
+
+def saved_in_the_middle_of_a_step() -> str:
+    """Return what each rank says where only one has samples."""
+    run, scheduler = made(nn.parallel.DistributedDataParallel)
+    if dist.get_rank() == 0:
+        run.training.model(torch.randn(2, 6)).sum().backward()
+    return error_of(lambda: run.save(shared_folder() / "run.pt", scheduler=scheduler))
 
 
 def sampler_of_another_rank() -> str:
@@ -133,5 +156,7 @@ ALL = [
     fsdp_resumed,
     broken_off_between_files,
     broken_off_before_all_have_written,
+    of_two_attempts,
+    saved_in_the_middle_of_a_step,
     sampler_of_another_rank,
 ]

@@ -29,6 +29,13 @@ def loss_of(run, x, y):
     return nn.functional.cross_entropy(run.training.model(x), y)
 
 
+def some_batch(run):
+    """Return the first batch of the seed, which has records."""
+    x, y = next(iter(run.loader))
+    assert len(x) > 1
+    return x, y
+
+
 def test_epsilon_is_that_of_the_statement_and_the_steps():
     run, scheduler = made(sigma=1.3)
     assert run.epsilon(1e-5) == 0
@@ -70,7 +77,7 @@ def test_shuffled_batches_count_as_what_they_are():
         for x, y in loader:
             loss_of(shuffled, x, y).backward()
             run.training.optimizer.step()
-    assert shuffled.statement().sampling == Shuffled(5)
+    assert shuffled.loader.sampling == Shuffled(5)
     assert shuffled.statement().noise_multiplier == 1.0  # 2 C for one record in another's place
     exact = make_accountant("gaussian")
     exact.compose(gaussian_step(2.0, Shuffled(5)), 10)
@@ -105,17 +112,13 @@ def test_samples_from_elsewhere_are_refused():
 
 def test_a_second_step_on_one_batch_is_refused_before_it_is_released():
     run, _ = made()
-    counter = None
-    for x, y in run.loader:
-        if len(x) == 0:
-            continue
-        loss_of(run, x, y).backward()
+    x, y = some_batch(run)
+    loss_of(run, x, y).backward()
+    run.training.optimizer.step()
+    loss_of(run, x, y).backward()
+    counter = run.training.noise_key.counter
+    with pytest.raises(RuntimeError, match="second step on the samples of one batch"):
         run.training.optimizer.step()
-        loss_of(run, x, y).backward()
-        counter = run.training.noise_key.counter
-        with pytest.raises(RuntimeError, match="second step on the samples of one batch"):
-            run.training.optimizer.step()
-        break
     assert run.training.noise_key.counter == counter
     assert run.training.steps == run.accountant.steps
 
@@ -131,12 +134,10 @@ def test_a_step_on_several_batches_is_refused():
 
 def test_a_step_on_a_part_of_a_batch_is_refused():
     run, _ = made()
-    for x, y in run.loader:
-        if len(x) > 1:
-            loss_of(run, x[1:], y[1:]).backward()
-            with pytest.raises(RuntimeError, match="who is left out would depend"):
-                run.training.optimizer.step()
-            break
+    x, y = some_batch(run)
+    loss_of(run, x[1:], y[1:]).backward()
+    with pytest.raises(RuntimeError, match="who is left out would depend"):
+        run.training.optimizer.step()
     assert run.training.steps == run.accountant.steps
 
 
@@ -171,10 +172,8 @@ def test_a_preconditioner_that_is_not_private_leaves_no_epsilon():
 
 def test_a_checkpoint_is_refused_in_the_middle_of_a_step(tmp_path):
     run, scheduler = made()
-    for x, y in run.loader:
-        if len(x):
-            loss_of(run, x, y).backward()
-            break
+    x, y = some_batch(run)
+    loss_of(run, x, y).backward()
     with pytest.raises(RuntimeError, match="between backward"):
         run.save(tmp_path / "run.pt", scheduler=scheduler)
     assert not list(tmp_path.iterdir())
@@ -224,15 +223,22 @@ def test_the_report_names_mechanism_cost_and_origin():
         assert part in text
 
 
-def test_samples_that_are_not_finite_are_counted_in_the_report():
+def test_samples_that_are_not_finite_are_counted_in_the_report(tmp_path):
     run, _ = made()
-    for x, y in run.loader:
-        if len(x) == 0:
-            continue
-        x = x.clone()
-        x[0] = math.nan
-        loss = nn.functional.cross_entropy(run.training.model(x), y, reduction="none")
-        loss.mean().backward()
-        run.training.optimizer.step()
-        break
+    x, y = some_batch(run)
+    x[0] = math.nan
+    loss_of(run, x, y).backward()
+    run.training.optimizer.step()
     assert run.report(1e-5).nonfinite_samples == 1
+    run.save(tmp_path / "run.pt")
+    again, _ = made()
+    with pytest.warns(UserWarning, match="seed"):
+        again.load(tmp_path / "run.pt")
+    assert again.report(1e-5).nonfinite_samples == 1
+
+
+def test_a_report_without_noise_is_json_all_the_same():
+    run, scheduler = made(sigma=0.0)
+    train(run, scheduler, 1)
+    state = json.loads(run.report(1e-5).to_json(), parse_constant=pytest.fail)
+    assert state["epsilon"] == "infinity"

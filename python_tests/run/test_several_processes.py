@@ -45,6 +45,14 @@ def test_every_record_belongs_to_one_process(ranks):
 def test_the_last_step_that_all_have_is_resumed(ranks):
     assert [one["broken_off_between_files"] for one in ranks] == [4, 4]
     assert [one["broken_off_before_all_have_written"] for one in ranks] == [2, 2]
+    assert [one["of_two_attempts"] for one in ranks] == [2, 2]
+
+
+def test_all_ranks_hear_why_one_cannot_be_saved(ranks):
+    for one in ranks:
+        assert (
+            "on rank 0: save: it cannot be called between" in one["saved_in_the_middle_of_a_step"]
+        )
 
 
 def test_a_sampler_for_one_process_is_refused_in_several(ranks):

@@ -7,6 +7,7 @@ import os
 import signal
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import dpkernels
 from dpkernels.engine.clipping import Adaptive
-from dpkernels.privacy.samplers import PoissonSampler
+from dpkernels.privacy.samplers import PoissonSampler, ShuffledSampler
 from dpkernels.run.loader import PrivateLoader
 from dpkernels.run.private_run import PrivateRun
 
@@ -22,7 +23,9 @@ RECORDS, RATE, STEPS = 40, 0.2, 10
 PLACES = ("after backward", "after step", "in save", "after save")
 
 
-def made(seed: int | None = 1, *, clip=1.0, accountant="rdp", sigma=1.5, physical=None):
+def made(
+    seed: int | None = 1, *, clip=1.0, accountant="rdp", sigma=1.5, physical=None, shuffled=False
+):
     """Return a run and its scheduler; noise and samples from ``seed``, if there is one."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.2), nn.ReLU(), nn.Linear(5, 3))
@@ -31,7 +34,11 @@ def made(seed: int | None = 1, *, clip=1.0, accountant="rdp", sigma=1.5, physica
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        sampler = PoissonSampler(RECORDS, RATE, seed=seed)
+        sampler = (
+            ShuffledSampler(RECORDS, 8, seed=seed)
+            if shuffled
+            else PoissonSampler(RECORDS, RATE, seed=seed)
+        )
         training = dpkernels.make_private(
             model,
             optimizer,
@@ -65,12 +72,17 @@ def train(run: PrivateRun, scheduler, steps: int, at=lambda step, place: None) -
                 return
 
 
-def main(checkpoint: str, log: str, seed: str, *death: str) -> None:
+def made_to_die(seed: int | None, shuffled: bool):
+    """Return a run with all that a checkpoint has to keep: bound, microbatches, place."""
+    return made(seed, clip=Adaptive(1.0), physical=3, shuffled=shuffled)
+
+
+def main(checkpoint: str, log: str, seed: int | None, shuffled: bool, *death: Any) -> None:
     """Train on from ``checkpoint``, if it is there, until the end or until death.
 
     death: the step and the place at which the process kills itself.
     """
-    run, scheduler = made(None if seed == "none" else int(seed), clip=Adaptive(1.0))
+    run, scheduler = made_to_die(seed, shuffled)
     if Path(checkpoint).exists():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -84,7 +96,7 @@ def main(checkpoint: str, log: str, seed: str, *death: str) -> None:
     run.training.before_release(note)
 
     def at(step: int, place: str) -> None:
-        dies = death == (str(step), place)
+        dies = death == (step, place)
         if place == "in save":
             if dies:
                 die_while_writing()

@@ -41,11 +41,8 @@ class StatementAccountant(IAccountant):
 
     @history.setter
     def history(self, history: Sequence[Step]) -> None:
-        new = make_accountant(self.name)
-        for noise_multiplier, sample_rate, steps in history:
-            new.compose(gaussian_step(noise_multiplier, Poisson(sample_rate)), steps)
         # Into the same object: a run that is under way tells this one.
-        self.accountant.load_state_dict(new.state_dict())
+        self.accountant.replace(_statements(history))
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Add one step whose samples were drawn by Poisson sampling."""
@@ -73,7 +70,9 @@ class StatementAccountant(IAccountant):
         if "statements" in state_dict:
             self.accountant.load_state_dict(state_dict["statements"])
         else:
-            self.history = state_dict["history"]
+            theirs = make_accountant(self.name)
+            theirs.replace(_statements(state_dict["history"]))
+            self.accountant.load_state_dict(theirs.state_dict())
 
 
 class RateAccountant:
@@ -109,6 +108,11 @@ def for_run(accountant: IAccountant) -> Any:
     if isinstance(accountant, StatementAccountant):
         return accountant.accountant
     return RateAccountant(accountant)
+
+
+def _statements(history: Sequence[Step]) -> list[tuple[Statement, int]]:
+    """Return Opacus' (noise multiplier, sample rate, steps) as statements."""
+    return [(gaussian_step(sigma, Poisson(rate)), steps) for sigma, rate, steps in history]
 
 
 def _rate(statement: Statement) -> float:

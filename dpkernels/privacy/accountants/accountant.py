@@ -48,7 +48,8 @@ class _Bracket:
             return max(1, self.high)
         # Locally epsilon grows like steps^power; the tenth spared keeps guesses from failing.
         power = math.log(self.high_epsilon / self.low_epsilon) / math.log(self.high / self.low)
-        return max(1, int(0.9 * self.high * min(1.0, math.expm1(math.log1p(within) / power))))
+        growth = min(math.log(2), math.log1p(within) / power)
+        return max(1, int(0.9 * self.high * math.expm1(growth)))
 
 
 class Accountant(ABC):
@@ -135,10 +136,19 @@ class Accountant(ABC):
         return {"accountant": self.name, "history": runs}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the history that ``state_dict`` of any accountant wrote, in place of the own one."""
+        """Go on after the history that ``state_dict`` of any accountant wrote.
+
+        What this one has composed beyond that history stays: it was released, and whoever goes back
+        to an earlier model has seen the later ones.
+        """
+        loaded = [(Statement.from_dict(statement), n) for statement, n in state["history"]]
+        self.replace([*loaded, *_beyond(self._history, loaded)])
+
+    def replace(self, history: History) -> None:
+        """Forget everything, and compose ``history``."""
         fresh = type(self)()
-        for statement, steps in state["history"]:
-            fresh.compose(Statement.from_dict(statement), steps)
+        for statement, steps in history:
+            fresh.compose(statement, steps)
         self._history = fresh._history
         self._brackets.clear()
 
@@ -192,3 +202,15 @@ class Accountant(ABC):
     @abstractmethod
     def _delta_of(self, exposed: Exposure, epsilon: float) -> float:
         """Return delta at ``epsilon`` where something was released, all of it with noise."""
+
+
+def _beyond(history: History, earlier: History) -> History:
+    """Return what ``history`` has after ``earlier``; all of it, if it does not begin like that."""
+    rest = list(history)
+    for statement, steps in earlier:
+        if not rest or rest[0][0] != statement or rest[0][1] < steps:
+            return list(history)
+        had = rest.pop(0)[1]
+        if had > steps:
+            rest.insert(0, (statement, had - steps))
+    return rest

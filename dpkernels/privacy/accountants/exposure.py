@@ -62,7 +62,7 @@ class _Epochs:
             if self.done < self.batches:
                 return
             self.precision += self.worst
-        self.precision += steps // self.batches * precision if steps >= self.batches else 0.0
+        self.precision += steps // self.batches * precision
         self.done = steps % self.batches
         self.worst = precision if self.done else 0.0
 
@@ -74,13 +74,13 @@ def exposure(history: Iterable[tuple[Statement, int]]) -> Exposure:
     """Return what ``history``, runs of (statement, steps >= 1), exposes of one unit."""
     precision = 0.0
     sampled: Counter[Sampled] = Counter()
-    epochs: dict[int, _Epochs] = {}
+    epochs: dict[Shuffled, _Epochs] = {}
     for statement, steps in history:
         sigma = statement.noise_multiplier
         if sigma == 0:
             return Exposure(math.inf, ())
         if isinstance(shuffled := statement.sampling, Shuffled):
-            counted = epochs.setdefault(shuffled.batches, _Epochs(shuffled.batches))
+            counted = epochs.setdefault(shuffled, _Epochs(shuffled.batches))
             counted.add(sigma**-2, steps)
         elif (sampling := amplification(statement)) is not None:
             sampled[sigma, sampling] += steps

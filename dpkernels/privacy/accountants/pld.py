@@ -29,16 +29,20 @@ def _rate(sampling: Poisson | WithoutReplacement) -> float:
 
 def _interval(sampled: Sampled) -> tuple[float, float]:
     """Return the interval that a step asks for, and the least one that it allows."""
-    from dpkernels.privacy.accountants.privacy_loss import loss_at
-
     sigma, rate = sampled[0], _rate(sampled[1])
     # The likelihood ratio has standard deviation q sqrt(e^(1/sigma^2) - 1), and its log about that
     # as long as it is small; beyond 1 the scale is that of the Gaussian's own loss, 1/sigma, or of
     # whether the record was drawn, which moves the loss by 1 / (2 sigma^2).
     scale = max(1.0, 1 / sigma, math.sqrt(rate) / (2 * sigma**2))
     spread = min(rate * math.sqrt(math.expm1(min(sigma**-2, 700.0))), scale)
-    span = loss_at(sigma, rate, 1 + 10 * sigma) - loss_at(sigma, rate, -10 * sigma)
-    return spread / _FINENESS, span / _LARGEST
+    return spread / _FINENESS, _span(sigma, rate) / _LARGEST
+
+
+def _span(sigma: float, rate: float) -> float:
+    """Return how far losses of a step reach, from 10 standard deviations to 10."""
+    from dpkernels.privacy.accountants.privacy_loss import loss_at
+
+    return loss_at(sigma, rate, 1 + 10 * sigma) - loss_at(sigma, rate, -10 * sigma)
 
 
 @lru_cache(maxsize=16)
@@ -54,7 +58,7 @@ def _losses(sampled: Sampled, interval: float) -> tuple[Loss, ...]:
 
 
 class PldAccountant(Accountant):
-    """The default: within a fraction of a percent of the truth, for any sampling.
+    """The default: within a percent of the truth up to a million steps, for any sampling.
 
     interval: of the grid of losses; None takes one that suits the steps. Whatever it is, losses
         are rounded to where epsilon is larger.
@@ -76,7 +80,8 @@ class PldAccountant(Accountant):
         interval = self.interval
         if interval is None:
             wanted, allowed = zip(*(_interval(kind) for kind, _ in exposed.sampled), strict=True)
-            interval = max(min(wanted), max(allowed))
+            least = _span(1 / exposed.mu, 1.0) / _LARGEST if exposed.mu else 0.0
+            interval = max(min(wanted), *allowed, least)
         steps = [(_losses(kind, interval), count) for kind, count in exposed.sampled]
         composed = []
         for side in range(len(steps[0][0])):

@@ -23,7 +23,7 @@ ORDERS: tuple[float, ...] = (
 
 
 class RdpAccountant(Accountant):
-    """Looser than pld by 5 to 60%, and fastest: 0.1 ms an epsilon.
+    """Looser than pld, and fastest: 0.1 ms an epsilon.
 
     orders: at which divergences are added up; each gives a bound, and the least is taken.
     """
