@@ -84,6 +84,7 @@ class PrivateRun:
         self._stepped_on = loader.batches_handed_out  # the batch that the last step was about
         self._begun_at = self._stepped_on  # batches handed out before this iteration
         self._stepped = 0  # steps in it
+        self._left_out = False  # whether nothing was made of an earlier microbatch of the batch
         self._seconds = 0.0
         self._started = time.monotonic()
         self.accountant.compose(self.statement(), 0)
@@ -145,7 +146,9 @@ class PrivateRun:
         records: of its batch, so far.
         """
         self.training.end_calls()
-        if records and self.training.samples != records:
+        if records == 0 or self.training.samples == 0:
+            self._left_out = records > 0
+        elif self.training.samples != records:
             raise RuntimeError(
                 f"{records} records of the batch were handed out, but {self.training.samples} "
                 "samples went through the model and back; call backward() once for each microbatch"
@@ -190,7 +193,7 @@ class PrivateRun:
                 "call step() after each batch of the loader, and set its batch size and "
                 "max_physical_batch_size instead of adding batches up"
             )
-        if 0 < samples < records:
+        if 0 < samples < records or (samples and self._left_out):
             raise RuntimeError(
                 f"optimizer.step(): it has {samples} samples of a batch of {records} records; who "
                 "is left out would depend on who else was drawn: send the whole batch through the "

@@ -182,6 +182,23 @@ def test_a_microbatch_twice_in_place_of_another_is_refused():
                 run.training.optimizer.step()
 
 
+def test_a_microbatch_twice_after_one_that_was_left_out_is_refused():
+    run, _ = made(physical=4)
+    model = run.training.model
+
+    def loop():
+        for x, y in run.loader:
+            if run.loader.batch_size_now == 8:
+                for _ in range(2 * run.loader.is_last_microbatch):
+                    torch.nn.functional.cross_entropy(model(x), y).backward()
+                if run.loader.is_last_microbatch:
+                    run.training.optimizer.step()
+
+    with pytest.raises(RuntimeError, match="8 samples of a batch of 8 records"):
+        for _ in range(50):
+            loop()
+
+
 def test_calls_on_two_batches_are_not_about_the_same_samples(recwarn):
     training, data = closed()
     training._capture._same_samples = True
