@@ -187,7 +187,7 @@ def test_a_microbatch_twice_after_one_that_was_left_out_is_refused():
     model = run.training.model
 
     def loop():
-        for x, y in run.loader:
+        for x, y in (batch for _ in range(50) for batch in run.loader):
             if run.loader.batch_size_now == 8:
                 for _ in range(2 * run.loader.is_last_microbatch):
                     torch.nn.functional.cross_entropy(model(x), y).backward()
@@ -195,8 +195,7 @@ def test_a_microbatch_twice_after_one_that_was_left_out_is_refused():
                     run.training.optimizer.step()
 
     with pytest.raises(RuntimeError, match="8 samples of a batch of 8 records"):
-        for _ in range(50):
-            loop()
+        loop()
 
 
 def test_calls_on_two_batches_are_not_about_the_same_samples(recwarn):
