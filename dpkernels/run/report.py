@@ -8,7 +8,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dpkernels import info
 from dpkernels.engine.report import Report
 from dpkernels.privacy.cross_check import dp_accounting_epsilon
 from dpkernels.privacy.mechanism import NotPrivate, Statement
@@ -52,6 +51,8 @@ class RunReport:
     @classmethod
     def of(cls, run: PrivateRun, delta: float, cross_check: bool = False) -> RunReport:
         """Return the report of ``run`` as it stands."""
+        from dpkernels import info  # of the command line: importing the package does not need it
+
         epsilon, checked, reason = None, None, None
         try:
             epsilon = run.epsilon(delta)
