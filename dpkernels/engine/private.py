@@ -39,6 +39,8 @@ class PrivateTraining:
 
     Between ``backward()`` and ``step()`` parameters have no ``grad``: sums without noise are not
     handed out. Afterwards ``grad`` is the noisy gradient.
+
+    attached: whether steps are private; not any more after ``detach()``.
     """
 
     def __init__(
@@ -53,7 +55,8 @@ class PrivateTraining:
         self.optimizer = optimizer
         self._step = step
         self._capture = capture
-        self._detach = detach
+        self._undo = detach
+        self.attached = True
 
     @property
     def sensitivity(self) -> float:
@@ -229,8 +232,10 @@ class PrivateTraining:
 
     def detach(self) -> None:
         """Give model and optimizer back as they were: plain, without privacy."""
-        self._step.discard()
-        self._detach()
+        if self.attached:
+            self.attached = False
+            self._step.discard()
+            self._undo()
 
 
 def make_private(

@@ -306,19 +306,14 @@ def _held(
     module: nn.Module, optimizer: DPOptimizer, wrap_model: bool
 ) -> GradSampleModule | GradSampleHooks:
     """Return the model as it is used from now on, or a hold on it."""
-
-    def end() -> None:
-        optimizer.run.training.detach()
-        optimizer.run.close()
-
     if not wrap_model:
         hooks = GradSampleHooks(module, loss_reduction=optimizer.loss_reduction)
-        hooks._attach(end)
+        hooks._attach(optimizer.end)
         return hooks
     if not isinstance(module, GradSampleModule):
         module = GradSampleModule(module)
     module.loss_reduction = optimizer.loss_reduction
-    module._attach(end, optimizer.forget)
+    module._attach(optimizer.end, optimizer.forget)
     return module
 
 

@@ -246,3 +246,29 @@ def test_a_model_given_back_is_an_ordinary_one():
     plain = model.to_standard_module()
     cross_entropy(plain(torch.randn(2, 4).double()), torch.tensor([0, 1])).backward()
     assert all(parameter.grad is not None for parameter in plain.parameters())
+
+
+@pytest.mark.parametrize("wrap_model", [True, False])
+def test_an_optimizer_whose_training_has_ended_takes_no_step(wrap_model):
+    held, optimizer, loader = made(wrap_model=wrap_model)
+    model, hooked = held._module, []
+    optimizer.attach_step_hook(hooked.append)
+    held.cleanup()
+    x, y = next(batch for batch in loader if len(batch[0]) > 0)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    cross_entropy(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="private training has ended"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    optimizer.original_optimizer.step()
+    for old, parameter in zip(before, model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.detach(), old - 0.5 * parameter.grad)
+    assert not hooked and not optimizer.original_optimizer._optimizer_step_pre_hooks
+
+
+def test_training_that_was_ended_twice_is_ended():
+    _, optimizer, _ = made()
+    optimizer.run.training.detach()
+    optimizer.run.training.detach()
+    with pytest.raises(RuntimeError, match="private training has ended"):
+        optimizer.step()

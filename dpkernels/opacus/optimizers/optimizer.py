@@ -51,7 +51,7 @@ class DPOptimizer(Optimizer):
         self._noise_multiplier = noise_multiplier
         self._skip_queue: list[bool] = []
         self._skipped_in = -1  # the batch of the loader whose step was skipped last
-        optimizer.register_step_pre_hook(self._after_noise)
+        self._handle = optimizer.register_step_pre_hook(self._after_noise)
 
     @property
     def noise_multiplier(self) -> float:
@@ -145,6 +145,11 @@ class DPOptimizer(Optimizer):
 
         closure: it is called once, to compute the gradient of this step.
         """
+        if not self.run.training.attached:
+            raise RuntimeError(
+                "DPOptimizer.step(): private training has ended; use original_optimizer, whose "
+                "steps are not private, or make_private again"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -165,6 +170,12 @@ class DPOptimizer(Optimizer):
                 parameter.grad = None
         else:
             self.original_optimizer.zero_grad(set_to_none)
+
+    def end(self) -> None:
+        """End private training: model and original optimizer are as they were, this one is done."""
+        self.run.training.detach()
+        self.run.close()
+        self._handle.remove()
 
     def forget(self) -> None:
         """Forget samples as ``zero_grad`` does, and leave gradients alone."""
