@@ -52,6 +52,10 @@ class DPOptimizer(Optimizer):
         self._skip_queue: list[bool] = []
         self._skipped_in = -1  # the batch of the loader whose step was skipped last
         self._handle = optimizer.register_step_pre_hook(self._after_noise)
+        # Hooks that are registered here are the original's, which calls them: in steps that are not
+        # skipped, after the noise.
+        hooks = {name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")}
+        vars(self).update(hooks)
 
     @property
     def noise_multiplier(self) -> float:
@@ -225,6 +229,13 @@ class DPOptimizer(Optimizer):
         raise RuntimeError(
             "DPOptimizer.add_param_group: parameters cannot be added in private training; pass "
             "them to the optimizer before make_private"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled: a copy of the noise would repeat it."""
+        raise TypeError(
+            "DPOptimizer: it cannot be copied or pickled, as its noise and its place in the data "
+            "are used once; use state_dict(), or save_checkpoint() for the whole run"
         )
 
     def __repr__(self) -> str:
