@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dpkernels.engine.capture import has_forward_in_place
-from dpkernels.engine.sharding import fsdp_modules
+from dpkernels.engine.sharding import sharding_group
 from dpkernels.opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from dpkernels.opacus.grad_sample.grad_sample_module import MODES, GradSampleModule
 from dpkernels.ops.checks import check_finite
@@ -75,13 +75,11 @@ class Processes:
     """The model out of what it is wrapped in, and who trains it.
 
     trained: what the engine is given. inside: the model itself, to be checked.
-    distributed: whether all processes train it together.
-    group: theirs, if the engine does not see it from the model.
+    group: of those who train it together; None for this process alone.
     """
 
     trained: nn.Module
     inside: nn.Module
-    distributed: bool
     group: dist.ProcessGroup | None
 
     @classmethod
@@ -90,7 +88,7 @@ class Processes:
         if isinstance(module, GradSampleModule):
             module = module._module
         if isinstance(module, DifferentiallyPrivateDistributedDataParallel):
-            return cls(module.module, module.module, True, dist.group.WORLD)
+            return cls(module.module, module.module, dist.group.WORLD)
         if isinstance(module, DistributedDataParallel):
-            return cls(module, module.module, True, None)
-        return cls(module, module, bool(fsdp_modules(module)), None)
+            return cls(module, module.module, module.process_group)
+        return cls(module, module, sharding_group(module, None))

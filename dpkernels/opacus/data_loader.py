@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from dpkernels.engine import Ranks
 from dpkernels.opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
     UniformWithReplacementSampler,
 )
 from dpkernels.privacy.mechanism import Poisson, Sampling, Shuffled
-from dpkernels.privacy.samplers import PrivateSampler
+from dpkernels.privacy.samplers import PoissonSampler, PrivateSampler
 from dpkernels.run.loader import PrivateLoader
 
 
@@ -196,15 +197,16 @@ def sampling_of(
     return Shuffled(batches)
 
 
-def private_loader(
-    data_loader: DataLoader[Any], sampling: Sampling, distributed: bool
-) -> DPDataLoader:
-    """Return a loader of batches that come about as ``sampling`` says."""
+def private_loader(data_loader: DataLoader[Any], sampling: Sampling, ranks: Ranks) -> DPDataLoader:
+    """Return a loader of batches that come about as ``sampling`` says.
+
+    ranks: the processes that share the records, each of which has its own.
+    """
     if isinstance(sampling, Poisson):
-        return DPDataLoader.from_data_loader(
-            data_loader, sample_rate=sampling.rate, distributed=distributed
-        )
-    if distributed:
+        records = len(data_loader.dataset)  # type: ignore[arg-type]
+        sampler = PoissonSampler(records, sampling.rate, rank=ranks.rank, world_size=ranks.size)
+        return DPDataLoader.with_sampler(data_loader, sampler)
+    if ranks.size > 1:
         raise ValueError(
             "make_private: poisson_sampling must be True for several processes: a "
             "DistributedSampler repeats records to make shares equal, so that one may be in two "

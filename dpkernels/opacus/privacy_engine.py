@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpkernels import engine
+from dpkernels.engine import Ranks
 from dpkernels.opacus import checkpoint
 from dpkernels.opacus.accountants import create_accountant
 from dpkernels.opacus.accountants.statements import for_run
@@ -129,7 +131,7 @@ class PrivacyEngine:
         clip = clipping_of(clipping, max_grad_norm, kwargs, optimizer, loss_reduction)
         noise = gradient_noise(noise_multiplier, clip)
         sampling = sampling_of(data_loader, poisson_sampling, sample_rate)
-        loader = private_loader(data_loader, sampling, processes.distributed)
+        loader = private_loader(data_loader, sampling, Ranks(processes.group))
         expected = expected_batch_size or loader.whole_batch_size
         accountant = for_run(self.accountant)
         # None of it, but the accountant says now, not in the first step, if it cannot account it.
@@ -146,16 +148,21 @@ class PrivacyEngine:
             several_calls="same samples",
             process_group=processes.group,
         )
-        if isinstance(max_grad_norm, Sequence):
-            set_layer_bounds(training, optimizer, max_grad_norm)
-        self._note_dataset(loader)
-        private = DPOptimizer(
-            optimizer,
-            PrivateRun(training, loader, accountant=accountant),
-            noise_multiplier=noise_multiplier,
-            expected_batch_size=expected,
-            loss_reduction=loss_reduction,
-        )
+        with ExitStack() as undo:
+            # Whatever fails from here on leaves nothing changed.
+            undo.callback(training.detach)
+            if isinstance(max_grad_norm, Sequence):
+                set_layer_bounds(training, optimizer, max_grad_norm)
+            private = DPOptimizer(
+                optimizer,
+                PrivateRun(training, loader, accountant=accountant),
+                noise_multiplier=noise_multiplier,
+                expected_batch_size=expected,
+                loss_reduction=loss_reduction,
+            )
+            undo.callback(private.end)
+            self._note_dataset(loader)
+            undo.pop_all()
         held = _held(module, private, wrap_model)
         if "ghost" not in grad_sample_mode:
             return held, private, loader

@@ -73,4 +73,14 @@ def one_order():
     return ""
 
 
-ALL = (without_noise, with_noise, refused, one_order)
+def a_group_of_one():
+    """Return place, batch size and steps where each rank trains by itself in DDP."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    model = DistributedDataParallel(classifier(), process_group=groups[dist.get_rank()])
+    model, optimizer, loader = made(module=model, sample_rate=1.0)
+    train(model, optimizer, loader)
+    training = optimizer.run.training
+    return training.rank, training.world_size, loader.batch_size_now, training.steps
+
+
+ALL = (without_noise, with_noise, refused, one_order, a_group_of_one)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -168,3 +170,18 @@ def test_parameters_cannot_be_added_later():
     _, optimizer, _ = made()
     with pytest.raises(RuntimeError, match="add_param_group"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def test_what_fails_late_leaves_nothing_changed():
+    engine = PrivacyEngine(accountant="rdp")
+    made(engine)
+    given = arguments(max_grad_norm=[0.1] * 4, clipping="per_layer")
+    # The last thing that may be said, of a second data set, here as an error.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="another data set"):
+            engine.make_private(**given)
+    assert not any("forward" in vars(module) for module in given["module"].modules())
+    assert not given["optimizer"]._optimizer_step_pre_hooks
+    assert "zero_grad" not in vars(given["optimizer"])
+    made(PrivacyEngine(accountant="rdp"), **given)

@@ -76,3 +76,7 @@ def test_what_one_process_refuses_none_releases(ranks):
 
 def test_records_that_are_repeated_for_equal_shares_are_refused(ranks):
     assert all("poisson_sampling must be True" in rank["one_order"] for rank in ranks)
+
+
+def test_records_are_sampled_for_the_processes_of_the_model(ranks):
+    assert [rank["a_group_of_one"] for rank in ranks] == [(0, 1, RECORDS, 1)] * WORLD
