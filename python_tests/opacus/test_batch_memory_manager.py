@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 from dpkernels.opacus.utils.batch_memory_manager import BatchMemoryManager
-from python_tests.opacus.small import BATCH, RECORDS, made, parameters_of, train
+from python_tests.opacus.small import BATCH, RECORDS, made, parameters_of, records, train
 
 
 def managed(largest, *, poisson_sampling=False, noise_multiplier=0.0, zero_first=False):
@@ -48,6 +49,23 @@ def test_the_loader_is_as_it_was_afterwards():
         assert [len(x) for x, _ in split] == [2, 2, 1] * (RECORDS // BATCH)
         assert split.dataset is loader.dataset
     assert [len(x) for x, _ in loader] == [BATCH] * (RECORDS // BATCH)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loop_that_was_left_keeps_its_size_to_itself(workers):
+    own = DataLoader(records(), batch_size=BATCH, num_workers=workers)
+    _, optimizer, loader = made(poisson_sampling=False, data_loader=own)
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+    ) as split:
+        microbatches = iter(split)
+        assert len(next(microbatches)[0]) == 2
+        assert loader.max_physical_batch_size is None
+        # The rest of the epoch, while the first loop's iterator is alive.
+        assert [len(x) for x, _ in loader] == [BATCH] * (RECORDS // BATCH - 1)
+        assert [len(x) for x, _ in split] == [2, 2, 1] * (RECORDS // BATCH)
+    del microbatches
+    assert loader.max_physical_batch_size is None
 
 
 def test_the_rest_of_a_batch_that_was_left_is_not_in_the_next_step():

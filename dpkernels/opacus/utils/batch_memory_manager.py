@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader
 from dpkernels.opacus.optimizers import DPOptimizer
 from dpkernels.run.loader import PrivateLoader
 
+_END = object()
+
 
 class SplitLoader:
     """A private loader's batches in microbatches of at most ``max_batch_size`` records.
@@ -25,10 +27,16 @@ class SplitLoader:
         self.max_batch_size = max_batch_size
 
     def __iter__(self) -> Iterator[Any]:
+        microbatches = iter(self.loader)
+        while (microbatch := self._next(microbatches)) is not _END:
+            yield microbatch
+
+    def _next(self, microbatches: Iterator[Any]) -> Any:
+        """Return the next one; the loader has this size only while it picks records for it."""
         before = self.loader.max_physical_batch_size
         self.loader.max_physical_batch_size = self.max_batch_size
         try:
-            yield from self.loader
+            return next(microbatches, _END)
         finally:
             self.loader.max_physical_batch_size = before
 
