@@ -89,7 +89,7 @@ class Site:
         self._capture.take(self._pass, self.layer, tensors)
 
 
-class _InPlace:
+class InPlace:
     """A forward pass in place of the module's own. A copy of the module has its own again.
 
     Copied as it is, it would go on computing with the weights of the module it was made for.
@@ -100,6 +100,7 @@ class _InPlace:
         self._module, self._call = module, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute what takes the place of the module's own."""
         return self._call(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
@@ -156,7 +157,7 @@ class Capture:
             return layer.forward(self._site(layer), plain, *args, **kwargs)
 
         # An attribute of the object hides the class's method, until it is deleted.
-        module.forward = _InPlace(module, forward)
+        module.forward = InPlace(module, forward)
         return lambda: delattr(module, "forward")
 
     def _enclose(self, model: nn.Module) -> Callable[[], None]:
@@ -171,7 +172,7 @@ class Capture:
             finally:
                 self._current = None
 
-        model.forward = _InPlace(model, forward)
+        model.forward = InPlace(model, forward)
         if routed is None:
             return lambda: delattr(model, "forward")
         return lambda: setattr(model, "forward", routed)

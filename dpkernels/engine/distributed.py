@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dpkernels.engine.capture import InPlace
 from dpkernels.engine.sharding import is_sharded
 from dpkernels.ops.noise import NoiseKey, add_gaussian_noise_
 
@@ -209,7 +210,7 @@ def bypass_reducer(model: nn.Module) -> Callable[[], None]:
             )
         return model.module(*args, **kwargs)
 
-    model.forward = forward  # type: ignore[method-assign]
+    model.forward = InPlace(model, forward)  # type: ignore[method-assign]
     return lambda: delattr(model, "forward")
 
 

@@ -109,13 +109,7 @@ class GradSampleModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradSampleModule:
         """Return a copy that is not in private training: a copy of the noise would repeat it."""
-        routed = {part: vars(part).pop("forward", None) for part in self._module.modules()}
-        try:
-            copied = copy.deepcopy(self._module, memo)
-        finally:
-            for part, forward in routed.items():
-                if forward is not None:
-                    vars(part)["forward"] = forward
+        copied = copy.deepcopy(self._module, memo)
         new = type(self)(copied, batch_first=self.batch_first, loss_reduction=self.loss_reduction)
         return new.train(self.training)
 

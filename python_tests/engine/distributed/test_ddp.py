@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 
@@ -244,6 +245,22 @@ def test_one_process_sends_nothing(one_process, monkeypatch):
     optimizer.step()
     assert_same({n: p.grad for n, p in model.module.named_parameters()}, wanted_sum("linear"))
     assert (training.rank, training.world_size) == (0, 1)
+
+
+def test_a_copy_of_ddp_computes_with_weights_of_its_own(one_process):
+    model, inputs = made("linear")
+    model = ddp(model)
+    training, _ = private(model, BOUND)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert not copied(*inputs).any() and model(*inputs).any()
+    # The copy is an ordinary model, whose gradients come from autograd.
+    square(copied(*inputs)).sum().backward()
+    assert all(parameter.grad is not None for parameter in copied.parameters())
+    assert training.samples == 0
+    private(copied, BOUND)
 
 
 def test_ddp_has_a_group_of_its_own(one_process):
