@@ -369,14 +369,12 @@ def _hook(
     private = {id(parameter) for parameter in parameters}
 
     def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if any(callable(x) for x in (*args, *kwargs.values())):
-            raise RuntimeError(
-                "optimizer.step(closure): a closure asks for several gradients in one step, each "
-                "of which would need noise of its own; call backward(), then step()"
-            )
-        _check_scale(optimizer)
-        _check_updated(optimizer, private)
-        step.noisy_gradient()
+        def check() -> None:
+            _check_closure(*args, *kwargs.values())
+            _check_scale(optimizer)
+            _check_updated(optimizer, private)
+
+        step.noisy_gradient(check)
 
     def zero_grad(set_to_none: bool = True) -> None:
         plain(set_to_none)
@@ -391,6 +389,14 @@ def _hook(
         del optimizer.zero_grad
 
     return undo
+
+
+def _check_closure(*given: object) -> None:
+    if any(callable(x) for x in given):
+        raise RuntimeError(
+            "optimizer.step(closure): a closure asks for several gradients in one step, each of "
+            "which would need noise of its own; call backward(), then step()"
+        )
 
 
 def _check_scale(optimizer: Optimizer) -> None:

@@ -187,16 +187,17 @@ class Step:
         ]
         return SampleNorms(self.names, rows, unit / self.mechanism.loss_scale)
 
-    def noisy_gradient(self) -> None:
+    def noisy_gradient(self, check: Callable[[], None] = lambda: None) -> None:
         """Noise, once for the logical step, and the result as ``grad`` of every parameter.
+
+        check: raises if this step must not be; on every rank nothing is released then.
 
         What listens to releases is told before there is noise: it may refuse, and what was released
         has been accounted for even if something fails afterwards.
         """
         try:
-            self._announce()
+            sensitivity = self._announced(check)
             sigma, expected = self.mechanism.noise_multiplier, self.mechanism.expected_batch_size
-            sensitivity = self.clipping.sensitivity(self.names)
             self.ranks.confirm(sigma, sensitivity, expected, self.taken)
             flat, views = self._sums.release()
             self.ranks.noisy_sum_(flat, sigma * sensitivity, self.key, 1.0 / expected)
@@ -211,11 +212,13 @@ class Step:
         for parameter, view in views.items():
             parameter.grad = gradient_of(parameter, view)
 
-    def _announce(self) -> None:
-        """Tell what listens; a refusal is this step's, whichever rank it comes from."""
+    def _announced(self, check: Callable[[], None]) -> float:
+        """Tell what listens; return the sensitivity. A refusal is this step's on all ranks."""
         try:
+            check()
             for listener in self.before_release:
                 listener()
+            return self.clipping.sensitivity(self.names)
         except Exception:
             self.ranks.withdraw()
             raise

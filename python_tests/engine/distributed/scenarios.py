@@ -207,11 +207,12 @@ def interruptions() -> dict[str, Any]:
     found: dict[str, Any] = {}
     taken = 0
 
-    def broken_step(name: str) -> None:
+    def broken_step(name: str, **arguments: Any) -> None:
         optimizer.zero_grad()
         for _ in range(2):  # samples that must not be in a later step
             backward(model, inputs)
-        found[name] = error_of(optimizer.step), gradients(model), training.steps - taken
+        error = error_of(lambda: optimizer.step(**arguments))
+        found[name] = error, gradients(model), training.steps - taken
 
     stop = training.before_release(refuse) if last else (lambda: None)
     broken_step("listener")
@@ -220,6 +221,14 @@ def interruptions() -> dict[str, Any]:
         training.noise_multiplier = 1.0
     broken_step("schedule")
     training.noise_multiplier = 0.0
+    broken_step("closure", **({"closure": lambda: 0.0} if last else {}))
+    if last:
+        optimizer.grad_scale = torch.ones(())
+    broken_step("scaler")
+    if last:
+        optimizer.param_groups[0]["params"].append(nn.Parameter(torch.zeros(2)))
+    broken_step("added parameter")
+    del optimizer.param_groups[0]["params"][len([*model.parameters()]) :]
     optimizer.zero_grad()
     backward(model, inputs)
     optimizer.step()

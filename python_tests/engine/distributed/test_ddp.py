@@ -166,9 +166,18 @@ def test_ranks_that_disagree_are_refused_on_every_rank(ranks, what):
         assert f"{what} must be the same on all ranks" in rank["disagreements"][what]
 
 
-def test_a_refusal_on_one_rank_is_one_on_all(ranks):
-    *others, last = [rank["interruptions"]["listener"] for rank in ranks]
-    assert "no budget left" in last[0]
+REFUSALS = {
+    "listener": "no budget left",
+    "closure": "a closure asks for several gradients",
+    "scaler": "GradScaler",
+    "added parameter": "was added, frozen or unfrozen",
+}
+
+
+@pytest.mark.parametrize("place", REFUSALS)
+def test_a_refusal_on_one_rank_is_one_on_all(ranks, place):
+    *others, last = [rank["interruptions"][place] for rank in ranks]
+    assert REFUSALS[place] in last[0]
     assert all("another rank refused" in error for error, _, _ in others)
 
 
@@ -176,7 +185,7 @@ def test_a_schedule_of_one_rank_only_is_refused_on_all(ranks):
     assert all("ranks disagree" in rank["interruptions"]["schedule"][0] for rank in ranks)
 
 
-@pytest.mark.parametrize("place", ["listener", "schedule", "network", "after the network"])
+@pytest.mark.parametrize("place", [*REFUSALS, "schedule", "network", "after the network"])
 def test_a_step_that_fails_hands_nothing_out(ranks, place):
     for rank in ranks:
         error, gradients, steps = rank["interruptions"][place]
