@@ -102,12 +102,7 @@ class Ranks:
         """
         if self._group is None:
             return
-        if self._releasing:
-            raise RuntimeError(
-                "optimizer.step(): an earlier step failed on this rank while sums were added up, "
-                "so that ranks may wait for different things; start all of them again, from a "
-                "checkpoint"
-            )
+        self._check_in_step()
         ready, least, most = self._vote(1, _number(facts))
         if not ready:
             raise RuntimeError(
@@ -131,6 +126,13 @@ class Ranks:
         """Note that all that was confirmed has been added up."""
         self._releasing = False
 
+    def _check_in_step(self) -> None:
+        if self._releasing:
+            raise RuntimeError(
+                "an earlier optimizer.step() failed on this rank while sums were added up, so that "
+                "ranks may wait for different things; start all of them again, from a checkpoint"
+            )
+
     def _vote(self, ready: int, number: int) -> list[int]:
         """Return the smallest of each over the ranks: of ``ready``, the number, and minus it."""
         ballot = torch.tensor([ready, number, -number], device=self.device)
@@ -139,9 +141,13 @@ class Ranks:
         return smallest
 
     def gathered(self, own: Any = None) -> list[Any]:
-        """Return what each rank passes, which must be of plain types; a rank waits for all."""
+        """Return what each rank passes, which must be of plain types; a rank waits for all.
+
+        Raises RuntimeError after a step that failed while sums were added up, as ``confirm`` does.
+        """
         if self._group is None:
             return [own]
+        self._check_in_step()
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, own, group=self._group)
         return found

@@ -245,6 +245,7 @@ def interruptions() -> dict[str, Any]:
     broken_step("network")
     distributed.dist.all_reduce = plain
     broken_step("after the network")
+    found["message after the network"] = error_of(training.ranks.gathered)
     return found
 
 

@@ -205,6 +205,7 @@ def test_a_rank_that_failed_while_sums_were_added_up_takes_no_further_step(ranks
     for rank in ranks:
         assert "connection lost" in rank["interruptions"]["network"][0]
         assert "start all of them again" in rank["interruptions"]["after the network"][0]
+        assert "start all of them again" in rank["interruptions"]["message after the network"]
 
 
 def test_a_seeded_state_is_loaded_by_its_own_rank_only(ranks):
