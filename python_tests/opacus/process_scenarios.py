@@ -8,8 +8,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpkernels.opacus import PrivacyEngine
 from dpkernels.opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from dpkernels.opacus.utils.batch_memory_manager import BatchMemoryManager
 from dpkernels.opacus.utils.fsdp_utils import FSDP2Wrapper
-from python_tests.engine.distributed.processes import full
+from python_tests.engine.distributed.processes import error_of, full
 from python_tests.opacus.small import classifier, made, train
 
 WRAPPERS = {
@@ -83,4 +84,21 @@ def a_group_of_one():
     return training.rank, training.world_size, loader.batch_size_now, training.steps
 
 
-ALL = (without_noise, with_noise, refused, one_order, a_group_of_one)
+def in_microbatches():
+    """Return what is said, and the steps taken, where batches come in microbatches."""
+    found = {}
+    for name, wrap in WRAPPERS.items():
+        model, optimizer, loader = made(module=wrap(classifier()), sample_rate=0.5)
+        manager = BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=1, optimizer=optimizer
+        )
+
+        def run(manager=manager, model=model, optimizer=optimizer):
+            with manager as split:
+                train(model, optimizer, split)
+
+        found[name] = error_of(run), optimizer.run.training.steps
+    return found
+
+
+ALL = (without_noise, with_noise, refused, one_order, a_group_of_one, in_microbatches)

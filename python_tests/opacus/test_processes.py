@@ -80,3 +80,10 @@ def test_records_that_are_repeated_for_equal_shares_are_refused(ranks):
 
 def test_records_are_sampled_for_the_processes_of_the_model(ranks):
     assert [rank["a_group_of_one"] for rank in ranks] == [(0, 1, RECORDS, 1)] * WORLD
+
+
+def test_microbatches_are_refused_where_ranks_must_have_as_many(ranks):
+    for rank in ranks:
+        error, steps = rank["in_microbatches"].pop("FSDP2")
+        assert "as many microbatches" in error and steps == 0
+        assert all(found == ("", 2) for found in rank["in_microbatches"].values())

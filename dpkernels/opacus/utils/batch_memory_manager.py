@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from dpkernels.engine.sharding import fsdp_modules
 from dpkernels.opacus.optimizers import DPOptimizer
 from dpkernels.run.loader import PrivateLoader
 
@@ -54,13 +55,23 @@ class SplitLoader:
 def wrap_data_loader(
     *, data_loader: DataLoader[Any], max_batch_size: int, optimizer: DPOptimizer
 ) -> SplitLoader:
-    """Return the loader's batches in microbatches; arguments as ``BatchMemoryManager``'s."""
+    """Return the loader's batches in microbatches; arguments as ``BatchMemoryManager``'s.
+
+    Raises ValueError for a model that is sharded over several processes.
+    """
     if not isinstance(max_batch_size, int) or max_batch_size < 1:
         raise ValueError(f"max_physical_batch_size must be an integer >= 1, got {max_batch_size!r}")
     if data_loader is not optimizer.run.loader:
         raise ValueError(
             "data_loader must be the one that make_private returned with this optimizer, which is "
             f"accounted for, got another {type(data_loader).__name__}"
+        )
+    training = optimizer.run.training
+    if training.world_size > 1 and fsdp_modules(training.model):
+        raise ValueError(
+            "BatchMemoryManager: the model is sharded over processes, which must all have as many "
+            "microbatches, but how many a sampled batch has differs between them, and one would "
+            "wait for the other; lower batch_size, or use DistributedDataParallel"
         )
     return SplitLoader(optimizer.run.loader, max_batch_size)
 
