@@ -1,15 +1,23 @@
-"""Checkpoints in the form that Opacus' users know, with what a private run needs beside it."""
+"""Checkpoints in the form that Opacus' users know, with what a private run needs beside it.
+
+Several processes with copies of one model have the same to write: all may, or one of them. Those
+that hold shards of it write a file each, as those of ``dpkernels.run`` do, and all must.
+"""
 
 from __future__ import annotations
 
 import os
+import tempfile
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import nn
 
+from dpkernels.engine import Ranks
+from dpkernels.engine.sharding import is_sharded, sharding_group
 from dpkernels.opacus.accountants import IAccountant
 from dpkernels.opacus.optimizers import DPOptimizer
 from dpkernels.run.checkpoint import write_atomically
@@ -30,7 +38,10 @@ def save(
     module_state_dict_kwargs: Mapping[str, Any] | None,
     torch_save_kwargs: Mapping[str, Any] | None,
 ) -> None:
-    """Write all of them; a file is written as a whole or not at all."""
+    """Write all of them; a file is written as a whole or not at all.
+
+    Of a model that is sharded, each process writes ``path`` with its rank, ``.rank0``, at the end.
+    """
     state = {} if checkpoint_dict is None else dict(checkpoint_dict)
     state["module_state_dict"] = module.state_dict(**(module_state_dict_kwargs or {}))
     state["privacy_accountant_state_dict"] = accountant.state_dict()
@@ -40,10 +51,16 @@ def save(
     for key, scheduler in schedulers.items():
         if scheduler is not None:
             state[key] = scheduler.state_dict()
-    if isinstance(path, str | os.PathLike) and not torch_save_kwargs:
-        write_atomically(path, state)
-    else:
+    ranks = _holders_of_shards(module, optimizer)
+    if not isinstance(path, str | os.PathLike):
         torch.save(state, path, **(torch_save_kwargs or {}))
+    elif ranks is None:
+        _write(path, state, torch_save_kwargs)
+    else:
+        own, new = _files(path, ranks)
+        _write(new, state, torch_save_kwargs)
+        ranks.gathered()
+        os.replace(new, own)
 
 
 def load(
@@ -60,7 +77,12 @@ def load(
     Checkpoints that Opacus wrote are read, too: they have no noise key and no place in the data, so
     the run goes on with the next epoch.
     """
-    state: dict[str, Any] = torch.load(path, **{"weights_only": True, **(torch_load_kwargs or {})})
+    ranks = _holders_of_shards(module, optimizer)
+    options = {"weights_only": True, **(torch_load_kwargs or {})}
+    if ranks is None or not isinstance(path, str | os.PathLike):
+        state: dict[str, Any] = torch.load(path, **options)
+    else:
+        state = _latest_of_all(path, ranks, options)
     module.load_state_dict(state["module_state_dict"], **(module_load_dict_kwargs or {}))
     optimizer_state, run_state = state.pop(_OPTIMIZER, None), state.pop(_RUN, None)
     if (optimizer is None) is not (optimizer_state is None):
@@ -79,3 +101,50 @@ def load(
     # Last: a run's own accountant is this one, if the optimizer is of this engine.
     accountant.load_state_dict(state["privacy_accountant_state_dict"])
     return state
+
+
+def _holders_of_shards(module: nn.Module, optimizer: DPOptimizer | None) -> Ranks | None:
+    """Return the processes that have a shard of the model each; None if this one has all of it."""
+    if not any(is_sharded(parameter) for parameter in module.parameters()):
+        return None
+    ranks = (
+        Ranks(sharding_group(module, None)) if optimizer is None else optimizer.run.training.ranks
+    )
+    return ranks if ranks.size > 1 else None
+
+
+def _files(path: str | os.PathLike[str], ranks: Ranks) -> tuple[Path, Path]:
+    """Return where this rank's checkpoint is, and where it is until all have written theirs."""
+    own = f"{os.fspath(path)}.rank{ranks.rank}"
+    return Path(own), Path(f"{own}.new")
+
+
+def _latest_of_all(
+    path: str | os.PathLike[str], ranks: Ranks, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Return this rank's state after the last step that all ranks have a checkpoint of."""
+    there = [torch.load(file, **options) for file in _files(path, ranks) if file.exists()]
+    own: dict[int, dict[str, Any]] = {_steps(state): state for state in there}
+    common = set.intersection(*map(set, ranks.gathered(list(own))))
+    if not common:
+        raise FileNotFoundError(
+            f"load_checkpoint: {os.fspath(path)} has no checkpoint that all {ranks.size} ranks "
+            "wrote; call save_checkpoint on all of them, and start as many processes again"
+        )
+    return own[max(common)]
+
+
+def _steps(state: Mapping[str, Any]) -> int:
+    return sum(steps for *_, steps in state["privacy_accountant_state_dict"]["history"])
+
+
+def _write(
+    path: str | os.PathLike[str], state: dict[str, Any], options: Mapping[str, Any] | None
+) -> None:
+    """Write a file that others may be writing, too: it is one of theirs or this one, whole."""
+    if not options:
+        write_atomically(path, state)
+        return
+    with tempfile.NamedTemporaryFile(dir=Path(path).parent, delete=False) as file:
+        torch.save(state, file, **options)
+    os.replace(file.name, path)

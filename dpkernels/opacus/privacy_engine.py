@@ -261,6 +261,8 @@ class PrivacyEngine:
         checkpoint_dict: the caller's own, to be written, too.
 
         Call it after ``step()``. Keys of the noise are not written, so that nobody can read them.
+        Of several processes all may call it, or one; those of a sharded model must all, and write a
+        file each: ``path`` with ``.rank0`` and so on.
         """
         checkpoint.save(
             path,

@@ -12,6 +12,7 @@ from dpkernels.opacus.utils.batch_memory_manager import BatchMemoryManager
 from dpkernels.opacus.utils.fsdp_utils import FSDP2Wrapper
 from python_tests.engine.distributed.processes import error_of, full
 from python_tests.opacus.small import classifier, made, train
+from python_tests.run.processes import shared_folder
 
 WRAPPERS = {
     "DPDDP": DifferentiallyPrivateDistributedDataParallel,
@@ -35,7 +36,7 @@ def trained(wrapper, **changes):
         optimizer.step()
         optimizer.zero_grad()
     return {
-        "parameters": [full(parameter) for parameter in model.parameters()],
+        "parameters": parameters(model),
         "seen": seen,
         "epsilon": engine.get_epsilon(1e-5),
         "history": engine.accountant.history,
@@ -101,4 +102,63 @@ def in_microbatches():
     return found
 
 
+def begun(wrapper):
+    engine = PrivacyEngine(accountant="rdp")
+    return engine, *made(engine, module=WRAPPERS[wrapper](classifier()), sample_rate=0.5)
+
+
+def parameters(model):
+    return [full(parameter) for parameter in model.parameters()]
+
+
+def resumed(options=None):
+    """Return files, and parameters and history before and after a checkpoint is loaded."""
+    found = {}
+    for name in WRAPPERS:
+        path = shared_folder() / "x.pt"
+        engine, model, optimizer, loader = begun(name)
+        train(model, optimizer, loader)
+        engine.save_checkpoint(
+            path=path, module=model, optimizer=optimizer, torch_save_kwargs=options
+        )
+        dist.barrier()
+        files = sorted(file.name for file in path.parent.iterdir())
+        again, other, optimizer, loader = begun(name)
+        again.load_checkpoint(path=path, module=other, optimizer=optimizer)
+        loaded = parameters(other)
+        train(other, optimizer, loader)
+        found[name] = {
+            "files": files,
+            "saved": parameters(model),
+            "loaded": loaded,
+            "after": parameters(other),
+            "history": again.accountant.history,
+        }
+    return found
+
+
+def resumed_with_options():
+    return resumed({"pickle_protocol": 2})
+
+
+def cut_short():
+    """Return the steps of what is loaded where one rank only has written the later of two."""
+    path = shared_folder() / "x.pt"
+    own = path.with_name(f"x.pt.rank{dist.get_rank()}")
+    engine, model, optimizer, loader = begun("FSDP2")
+    contents = []
+    for _ in range(2):
+        train(model, optimizer, loader)
+        engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
+        contents.append(own.read_bytes())
+    own.write_bytes(contents[0])
+    if dist.get_rank() == 0:
+        own.with_name(f"{own.name}.new").write_bytes(contents[1])
+    engine.load_checkpoint(path=path, module=model, optimizer=optimizer)
+    steps = optimizer.run.training.steps
+    own.unlink()
+    return steps, error_of(lambda: engine.load_checkpoint(path=path, module=model))
+
+
 ALL = (without_noise, with_noise, refused, one_order, a_group_of_one, in_microbatches)
+ALL += (resumed, resumed_with_options, cut_short)

@@ -87,3 +87,22 @@ def test_microbatches_are_refused_where_ranks_must_have_as_many(ranks):
         error, steps = rank["in_microbatches"].pop("FSDP2")
         assert "as many microbatches" in error and steps == 0
         assert all(found == ("", 2) for found in rank["in_microbatches"].values())
+
+
+@pytest.mark.parametrize("scenario", ["resumed", "resumed_with_options"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_checkpoint_that_all_processes_write_is_one_of_all(ranks, wrapper, scenario):
+    found = [rank[scenario][wrapper] for rank in ranks]
+    for one in found:
+        sharded = ["x.pt.rank0", "x.pt.rank1"]
+        assert one["files"] == (sharded if wrapper == "FSDP2" else ["x.pt"])
+        assert all(map(torch.equal, one["loaded"], one["saved"]))
+        assert all(map(torch.equal, one["after"], found[0]["after"]))
+        assert one["history"] == [(1.0, 0.5, 4)]
+
+
+def test_shards_are_those_of_the_last_step_that_all_processes_have(ranks):
+    for rank in ranks:
+        steps, error = rank["cut_short"]
+        assert steps == 2
+        assert "no checkpoint that all 2 ranks wrote" in error

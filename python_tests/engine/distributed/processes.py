@@ -124,6 +124,6 @@ def error_of(function: Callable[[], Any]) -> str:
     """Return what it says when it raises; an empty string if it does not."""
     try:
         function()
-    except (RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
