@@ -79,6 +79,16 @@ def test_a_state_comes_back(mechanism):
     assert other.get_epsilon(DELTA) == accountant.get_epsilon(DELTA)
 
 
+@pytest.mark.parametrize(("history", "warned"), [(RUNS, 1), ([], 0)])
+def test_a_state_that_does_not_say_how_records_were_sampled_warns(history, warned):
+    accountant = RDPAccountant()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accountant.load_state_dict({"history": history, "mechanism": "rdp"})
+    assert accountant.history == history
+    assert ["poisson_sampling=False" in str(one.message) for one in caught] == [True] * warned
+
+
 def test_a_history_may_be_set():
     accountant = stepped(RDPAccountant(), (2.0, 0.1, 1))
     accountant.history = RUNS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -65,14 +66,24 @@ class StatementAccountant(IAccountant):
         return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with ``state_dict``, ours or Opacus', whose steps are taken as Poisson-sampled."""
+        """Go on with ``state_dict``: ours, or Opacus', whose steps are taken as Poisson-sampled.
+
+        Opacus writes the same for ``poisson_sampling=False``, of which that is not true: a warning.
+        """
         self.check_state(state_dict)
         if "statements" in state_dict:
             self.accountant.load_state_dict(state_dict["statements"])
-        else:
-            theirs = make_accountant(self.name)
-            theirs.replace(_statements(state_dict["history"]))
-            self.accountant.load_state_dict(theirs.state_dict())
+            return
+        theirs = make_accountant(self.name)
+        theirs.replace(_statements(state_dict["history"]))
+        self.accountant.load_state_dict(theirs.state_dict())
+        if theirs.steps:
+            warnings.warn(
+                "load_state_dict: a history that Opacus wrote does not say how records were "
+                "sampled, and is taken as Poisson sampling; if it was poisson_sampling=False, "
+                "epsilon is larger than what is reported",
+                stacklevel=2,
+            )
 
 
 class RateAccountant:
