@@ -12,5 +12,9 @@ __all__ = [
     "GradSampleModule",
     "GradSampleModuleFastGradientClipping",
     "PrivacyEngine",
+    "__version__",
     "utils",
 ]
+
+# Of Opacus, whose names these are, and after the plus whose code it is.
+__version__ = "1.6.0+dpkernels"
