@@ -83,10 +83,10 @@ def divided_by_a_public_number():
 def division_by_the_realised_batch_size(patch):
     plain = step.Step.noisy_gradient
 
-    def divided(self):
+    def divided(self, check):
         public = self.mechanism
         self.mechanism = dataclasses.replace(public, expected_batch_size=self.seen.samples)
-        plain(self)
+        plain(self, check)
         self.mechanism = public
 
     patch.setattr(step.Step, "noisy_gradient", divided)

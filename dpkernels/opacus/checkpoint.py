@@ -7,10 +7,8 @@ that hold shards of it write a file each, as those of ``dpkernels.run`` do, and 
 from __future__ import annotations
 
 import os
-import tempfile
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -20,7 +18,7 @@ from dpkernels.engine import Ranks
 from dpkernels.engine.sharding import is_sharded, sharding_group
 from dpkernels.opacus.accountants import IAccountant
 from dpkernels.opacus.optimizers import DPOptimizer
-from dpkernels.run.checkpoint import write_atomically
+from dpkernels.run.checkpoint import read, read_own_part, write_atomically, write_own_part
 
 Destination = str | os.PathLike[str] | IO[bytes]
 # What a checkpoint may hold beside the model and the accountant, by key.
@@ -55,12 +53,9 @@ def save(
     if not isinstance(path, str | os.PathLike):
         torch.save(state, path, **(torch_save_kwargs or {}))
     elif ranks is None:
-        _write(path, state, torch_save_kwargs)
+        write_atomically(path, state, **(torch_save_kwargs or {}))
     else:
-        own, new = _files(path, ranks)
-        _write(new, state, torch_save_kwargs)
-        ranks.gathered()
-        os.replace(new, own)
+        write_own_part(path, state, _steps(state), ranks, **(torch_save_kwargs or {}))
 
 
 def load(
@@ -78,12 +73,13 @@ def load(
     the run goes on with the next epoch.
     """
     ranks = _holders_of_shards(module, optimizer)
-    options = {"weights_only": True, **(torch_load_kwargs or {})}
+    options = dict(torch_load_kwargs or {})
     if ranks is None or not isinstance(path, str | os.PathLike):
-        state: dict[str, Any] = torch.load(path, **options)
+        state: dict[str, Any] = read(path, **options)
     else:
-        state = _latest_of_all(path, ranks, options)
-    module.load_state_dict(state["module_state_dict"], **(module_load_dict_kwargs or {}))
+        state = read_own_part(path, ranks, **options)
+    # First: if something else does not fit, epsilon is too large and not too small.
+    accountant.load_state_dict(state["privacy_accountant_state_dict"])
     optimizer_state, run_state = state.pop(_OPTIMIZER, None), state.pop(_RUN, None)
     if (optimizer is None) is not (optimizer_state is None):
         there, given = ("has no", "is") if optimizer_state is None else ("has an", "is not")
@@ -98,8 +94,7 @@ def load(
         scheduler_state = state.pop(key, None)
         if scheduler is not None and scheduler_state is not None:
             scheduler.load_state_dict(scheduler_state)
-    # Last: a run's own accountant is this one, if the optimizer is of this engine.
-    accountant.load_state_dict(state["privacy_accountant_state_dict"])
+    module.load_state_dict(state["module_state_dict"], **(module_load_dict_kwargs or {}))
     return state
 
 
@@ -113,38 +108,5 @@ def _holders_of_shards(module: nn.Module, optimizer: DPOptimizer | None) -> Rank
     return ranks if ranks.size > 1 else None
 
 
-def _files(path: str | os.PathLike[str], ranks: Ranks) -> tuple[Path, Path]:
-    """Return where this rank's checkpoint is, and where it is until all have written theirs."""
-    own = f"{os.fspath(path)}.rank{ranks.rank}"
-    return Path(own), Path(f"{own}.new")
-
-
-def _latest_of_all(
-    path: str | os.PathLike[str], ranks: Ranks, options: dict[str, Any]
-) -> dict[str, Any]:
-    """Return this rank's state after the last step that all ranks have a checkpoint of."""
-    there = [torch.load(file, **options) for file in _files(path, ranks) if file.exists()]
-    own: dict[int, dict[str, Any]] = {_steps(state): state for state in there}
-    common = set.intersection(*map(set, ranks.gathered(list(own))))
-    if not common:
-        raise FileNotFoundError(
-            f"load_checkpoint: {os.fspath(path)} has no checkpoint that all {ranks.size} ranks "
-            "wrote; call save_checkpoint on all of them, and start as many processes again"
-        )
-    return own[max(common)]
-
-
 def _steps(state: Mapping[str, Any]) -> int:
     return sum(steps for *_, steps in state["privacy_accountant_state_dict"]["history"])
-
-
-def _write(
-    path: str | os.PathLike[str], state: dict[str, Any], options: Mapping[str, Any] | None
-) -> None:
-    """Write a file that others may be writing, too: it is one of theirs or this one, whole."""
-    if not options:
-        write_atomically(path, state)
-        return
-    with tempfile.NamedTemporaryFile(dir=Path(path).parent, delete=False) as file:
-        torch.save(state, file, **options)
-    os.replace(file.name, path)

@@ -14,9 +14,10 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from dpkernels.engine import Ranks
@@ -44,12 +45,9 @@ def save(
         if run.training.microbatches
         else None
     )
-    # The first rank's name for this checkpoint is everybody's; and all write it, or nobody.
-    answers = ranks.gathered((secrets.token_hex(8), reason))
-    _raise_first([answer[1] for answer in answers])
+    _raise_first(ranks.gathered(reason))
     state = {
         "format": _FORMAT,
-        "name": answers[0][0],
         "model": run.training.model.state_dict(),
         "optimizer": run.training.optimizer.state_dict(),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -59,10 +57,8 @@ def save(
     }
     if ranks.size == 1:
         write_atomically(path, state)
-        return
-    old, new = _files(path, ranks.rank)
-    _together(ranks, lambda: write_atomically(new, state))
-    os.replace(new, old)
+    else:
+        write_own_part(path, state, run.training.steps, ranks)
 
 
 def load(path: str | os.PathLike[str], run: PrivateRun, *, scheduler: Any = None) -> Any:
@@ -71,7 +67,10 @@ def load(path: str | os.PathLike[str], run: PrivateRun, *, scheduler: Any = None
     Noise goes on with a key of its own, or, from a fixed seed, with the next counter. If something
     does not fit, the model is left as it was, or epsilon is that of the checkpoint already.
     """
-    state = _read(path) if run.training.ranks.size == 1 else _latest_of_all(path, run)
+    ranks = run.training.ranks
+    state = read(path) if ranks.size == 1 else read_own_part(path, ranks)
+    if not isinstance(state, dict) or state.get("format") != _FORMAT:
+        raise ValueError(f"load: {os.fspath(path)} is not a checkpoint of a private run")
     if (state["scheduler"] is None) is not (scheduler is None):
         there = "has none" if state["scheduler"] is None else "has one"
         raise ValueError(f"load: scheduler must be given as it was to save(), which {there}")
@@ -84,32 +83,41 @@ def load(path: str | os.PathLike[str], run: PrivateRun, *, scheduler: Any = None
     return state["extra"]
 
 
-def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(state, dict) or state.get("format") != _FORMAT:
-        raise ValueError(f"load: {os.fspath(path)} is not a checkpoint of a private run")
-    return state
+def read(path: str | os.PathLike[str] | IO[bytes], **options: Any) -> Any:
+    """Return what ``write_atomically`` wrote; options: as ``torch.load`` takes them."""
+    return torch.load(path, **{"map_location": "cpu", "weights_only": True, **options})
 
 
-def _files(path: str | os.PathLike[str], rank: int) -> tuple[Path, Path]:
-    """Return where a rank's checkpoint is, and where it is until all have written theirs."""
-    own = f"{os.fspath(path)}.rank{rank}"
-    return Path(own), Path(f"{own}.new")
+def write_own_part(
+    path: str | os.PathLike[str], state: Any, steps: int, ranks: Ranks, **options: Any
+) -> None:
+    """Write this rank's part of a checkpoint after ``steps`` steps; all ranks must call it."""
+    # The first rank's name for this checkpoint is everybody's: a later attempt has another.
+    name = ranks.gathered(secrets.token_hex(8))[0]
+    part = {"name": name, "steps": steps, "state": state}
+    old, new = _files(path, ranks.rank)
+    _together(ranks, lambda: write_atomically(new, part, **options))
+    os.replace(new, old)
 
 
-def _latest_of_all(path: str | os.PathLike[str], run: PrivateRun) -> dict[str, Any]:
+def read_own_part(path: str | os.PathLike[str], ranks: Ranks, **options: Any) -> Any:
     """Return this rank's part of the last checkpoint that all ranks have."""
-    ranks = run.training.ranks
     files = [file for file in _files(path, ranks.rank) if file.exists()]
-    states = _together(ranks, lambda: [_read(file) for file in files])
-    own = {(s["run"]["training"]["steps"], s["name"]): s for s in states}
+    parts = _together(ranks, lambda: [read(file, **options) for file in files])
+    own = {(part["steps"], part["name"]): part["state"] for part in parts}
     common = set.intersection(*map(set, ranks.gathered(list(own))))
     if not common:
         raise FileNotFoundError(
-            f"load: {os.fspath(path)} has no checkpoint that all {ranks.size} ranks wrote; start "
-            "as many processes as wrote it"
+            f"{os.fspath(path)} has no checkpoint that all {ranks.size} ranks wrote; save on all "
+            "of them, and start as many processes again"
         )
     return own[max(common)]
+
+
+def _files(path: str | os.PathLike[str], rank: int) -> tuple[Path, Path]:
+    """Return where a rank's part is, and where it is until all have written theirs."""
+    own = f"{os.fspath(path)}.rank{rank}"
+    return Path(own), Path(f"{own}.new")
 
 
 def _together(ranks: Ranks, work: Callable[[], T]) -> T:
@@ -133,14 +141,18 @@ def _raise_first(reasons: Sequence[str | None]) -> None:
             raise RuntimeError(reason if len(reasons) == 1 else f"on rank {rank}: {reason}")
 
 
-def write_atomically(path: str | os.PathLike[str], state: Any) -> None:
-    """Write ``state`` so that ``path`` holds the old or the new whole, whenever power is cut."""
+def write_atomically(path: str | os.PathLike[str], state: Any, **options: Any) -> None:
+    """Write ``state`` so that ``path`` holds the old or the new whole, whenever power is cut.
+
+    options: as ``torch.save`` takes them. Several ranks may write one path: it is one of theirs.
+    """
     target = Path(path)
-    # One name, so that what a killed process leaves is overwritten by the next.
-    partial = target.with_name(f".{target.name}.partial")
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    # One name for each rank, so that what a killed process leaves is overwritten by the next.
+    partial = target.with_name(f".{target.name}.{rank}.partial")
     try:
         with partial.open("wb") as file:
-            torch.save(state, file)
+            torch.save(state, file, **options)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(target)
