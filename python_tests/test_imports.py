@@ -21,9 +21,9 @@ ALLOWED = {
     "backend.py": (),
     "ops": ROOM_OF_OPS,
     "privacy": ("dpkernels.privacy",),
-    "precondition": ("dpkernels.precondition", *ROOM_OF_OPS),
+    "precondition": ("dpkernels.precondition", "dpkernels.engine", *ROOM_OF_OPS),
     "postprocess": ("dpkernels.postprocess", *ROOM_OF_OPS),
-    "engine": ("dpkernels.engine", "dpkernels.precondition", *ROOM_OF_OPS),
+    "engine": ("dpkernels.engine", *ROOM_OF_OPS),
     "run": (
         "dpkernels.info",
         "dpkernels.run",

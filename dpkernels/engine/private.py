@@ -18,10 +18,10 @@ from dpkernels.engine.layers.tied import tie
 from dpkernels.engine.report import Report
 from dpkernels.engine.rules import check_optimizer, layers_of
 from dpkernels.engine.sharding import sharding_group
+from dpkernels.engine.sides import FixedSides, Preconditioner
 from dpkernels.engine.step import Mechanism, Reduction, Seen, Step
 from dpkernels.ops.checks import check_finite
 from dpkernels.ops.noise import NoiseKey
-from dpkernels.precondition import FixedSides, Preconditioner
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

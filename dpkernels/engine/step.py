@@ -22,10 +22,10 @@ from dpkernels.engine.distributed import ALONE, Ranks
 from dpkernels.engine.layers.layer import Layer
 from dpkernels.engine.layers.tied import TiedGroup
 from dpkernels.engine.sharding import gradient_of
+from dpkernels.engine.sides import Preconditioner, Sides
 from dpkernels.engine.sums import Sums
 from dpkernels.ops.ghost.plan import Plan
 from dpkernels.ops.noise import NoiseKey
-from dpkernels.precondition import Preconditioner, Sides
 
 Reduction = Literal["mean", "sum"]
 _AS_IT_IS = nullcontext()

@@ -4,6 +4,6 @@ A preconditioner may depend on synthetic or public data and on released paramete
 batch that it is applied to.
 """
 
-from dpkernels.precondition.sides import IDENTITY, FixedSides, Preconditioner, Sides
+from dpkernels.engine.sides import IDENTITY, FixedSides, Preconditioner, Sides
 
 __all__ = ["IDENTITY", "FixedSides", "Preconditioner", "Sides"]

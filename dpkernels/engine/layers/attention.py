@@ -20,9 +20,9 @@ from torch.nn import functional
 from dpkernels.engine.capture import Captured, Site
 from dpkernels.engine.layers.layer import Layer, Norms, Unsupported
 from dpkernels.engine.layers.product import PackedProduct, Pair, Product, captured_products
+from dpkernels.engine.sides import Sides
 from dpkernels.ops.ghost.layer import sum_dtype
 from dpkernels.ops.ghost.plan import Plan
-from dpkernels.precondition import Sides
 
 _APART = ("q_proj", "k_proj", "v_proj")
 

@@ -13,11 +13,11 @@ from torch.nn import functional
 from dpkernels.engine.capture import Captured, Site
 from dpkernels.engine.layers.layer import Layer, Norms, Parts, Rows, WeightAndBias, added_up
 from dpkernels.engine.layers.linear import check_sizes, computing_dtype
+from dpkernels.engine.sides import Sides
 from dpkernels.ops import ghost
 from dpkernels.ops.ghost.layer import sum_dtype
 from dpkernels.ops.ghost.plan import Plan
 from dpkernels.ops.kron import apply_factor, apply_kron
-from dpkernels.precondition import Sides
 
 
 class CapturedConvolution(torch.autograd.Function):

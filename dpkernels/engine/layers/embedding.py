@@ -12,10 +12,10 @@ from torch.nn import functional
 
 from dpkernels.engine.capture import Captured, Site
 from dpkernels.engine.layers.layer import Layer, Norms, WeightAndBias
+from dpkernels.engine.sides import Sides
 from dpkernels.ops import ghost
 from dpkernels.ops.factor import Diagonal
 from dpkernels.ops.ghost.plan import Plan
-from dpkernels.precondition import Sides
 
 
 class CapturedEmbedding(torch.autograd.Function):

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from dpkernels.engine.sides import Sides
 from dpkernels.ops import clip
 from dpkernels.ops.ghost import ConvNorms, EmbeddingNorms, LinearNorms, ScaleShiftNorms
 from dpkernels.ops.ghost.layer import sum_dtype
 from dpkernels.ops.ghost.plan import Plan
-from dpkernels.precondition import Sides
 
 if TYPE_CHECKING:
     from dpkernels.engine.capture import Captured, Site

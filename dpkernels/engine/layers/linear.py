@@ -13,13 +13,13 @@ from torch.nn import functional
 
 from dpkernels.engine.capture import Captured, Site
 from dpkernels.engine.layers.layer import Layer, Norms, Rows, WeightAndBias, bias_plan
+from dpkernels.engine.sides import Sides
 from dpkernels.ops import ghost
 from dpkernels.ops.ghost import linear as linear_ops
 from dpkernels.ops.ghost.layer import sum_dtype
 from dpkernels.ops.ghost.linear_plan import sizes_of
 from dpkernels.ops.ghost.plan import Plan
 from dpkernels.ops.kron import apply_factor
-from dpkernels.precondition import Sides
 
 
 def computing_dtype(x: Tensor) -> torch.dtype:

@@ -14,8 +14,8 @@ from torch.nn import functional
 from dpkernels.engine.capture import Captured, Site
 from dpkernels.engine.layers.layer import Norms, OrthogonalParts
 from dpkernels.engine.layers.linear import LinearLayer, check_sizes, computing_dtype
+from dpkernels.engine.sides import IDENTITY, Sides
 from dpkernels.ops.ghost.plan import Plan
-from dpkernels.precondition import IDENTITY, Sides
 
 # Inputs and errors of one product.
 Pair = tuple[Tensor, Tensor]

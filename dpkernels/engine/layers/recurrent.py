@@ -19,8 +19,8 @@ from dpkernels.engine.layers.layer import Layer, Norms
 from dpkernels.engine.layers.linear import computing_dtype
 from dpkernels.engine.layers.product import Product
 from dpkernels.engine.layers.recurrent_cells import Cell, Elman, Gru, Lstm, Weights, shifted
+from dpkernels.engine.sides import Sides
 from dpkernels.ops.ghost.plan import Plan
-from dpkernels.precondition import Sides
 
 _PARTS = ("ih", "hh", "hr")
 

@@ -13,12 +13,12 @@ from torch.nn import functional
 
 from dpkernels.engine.capture import Captured, Site
 from dpkernels.engine.layers.layer import Layer, Norms, Rows, WeightAndBias, bias_plan
+from dpkernels.engine.sides import Sides
 from dpkernels.ops import ghost
 from dpkernels.ops.factor import Diagonal
 from dpkernels.ops.ghost import scale_shift
 from dpkernels.ops.ghost.layer import sum_dtype
 from dpkernels.ops.ghost.plan import Plan
-from dpkernels.precondition import Sides
 
 # The overloads themselves: to choose one takes 20 us a call.
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default

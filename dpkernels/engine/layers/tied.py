@@ -24,12 +24,12 @@ from dpkernels.engine.capture import Captured, Site
 from dpkernels.engine.layers.embedding import EmbeddingBagLayer, EmbeddingLayer
 from dpkernels.engine.layers.layer import Layer, Norms, Parts, Rows, Unsupported, WeightAndBias
 from dpkernels.engine.layers.linear import LinearLayer
+from dpkernels.engine.sides import Sides
 from dpkernels.ops import ghost
 from dpkernels.ops.ghost import EmbeddingNorms, LinearNorms
 from dpkernels.ops.ghost.layer import sum_dtype
 from dpkernels.ops.ghost.plan import Plan
 from dpkernels.ops.ghost.rounding import raised, rounding_error, sum_error
-from dpkernels.precondition import Sides
 
 # Cross terms of so many elements of samples are formed at a time: 32 MB of float64.
 _BLOCK_ELEMENTS = 1 << 22

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from dpkernels.engine.capture import Captured
 from dpkernels.engine.layers.layer import Norms, Parts, Rows, WeightAndBias
 from dpkernels.engine.layers.linear import AffineLayer, as_positions
+from dpkernels.engine.sides import Sides
 from dpkernels.ops import ghost
 from dpkernels.ops.ghost.layer import sum_dtype
 from dpkernels.ops.ghost.plan import Plan
 from dpkernels.ops.kron import apply_factor
-from dpkernels.precondition import Sides
 
 
 def is_conv1d(module: nn.Module) -> bool:
