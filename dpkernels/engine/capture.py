@@ -95,9 +95,12 @@ class InPlace:
     Copied as it is, it would go on computing with the weights of the module it was made for.
     """
 
-    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+    def __init__(
+        self, module: nn.Module, call: Callable[..., Any], capture: Capture | None = None
+    ) -> None:
         update_wrapper(self, module.forward)
         self._module, self._call = module, call
+        self.capture = capture  # that the whole model is attached to
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what takes the place of the module's own."""
@@ -112,6 +115,12 @@ def has_forward_in_place(module: nn.Module) -> bool:
     """Return whether the module computes something else than its class says."""
     own = vars(module).get("forward")
     return own is not None and getattr(own, "__func__", None) is not type(module).forward
+
+
+def capture_of(model: nn.Module) -> Capture | None:
+    """Return what the model is attached to, if it is."""
+    own = vars(model).get("forward")
+    return own.capture if isinstance(own, InPlace) else None
 
 
 class Capture:
@@ -131,13 +140,15 @@ class Capture:
         self._same_samples = same_samples  # in all calls until a backward pass
         self._open: Pass | None = None  # the pass of the backward pass that is running
         self._paused = False
+        self.layers: tuple[Layer, ...] = ()  # of the model that this is attached to
 
     def attach(self, model: nn.Module, layers: Sequence[Layer]) -> Callable[[], None]:
         """Route the layers' forward passes through here; return what undoes it."""
         undo: list[Callable[[], None]] = []
+        self.layers = tuple(flattened(layers))
         for layer in layers:
             undo.append(self._route(layer))
-        for layer in flattened(layers):
+        for layer in self.layers:
             undo += [_guard(layer.describe(), p) for p in layer.parameters.values()]
         undo += [guard_unsharded(model, _guard), self._enclose(model)]
 
@@ -172,7 +183,7 @@ class Capture:
             finally:
                 self._current = None
 
-        model.forward = InPlace(model, forward)
+        model.forward = InPlace(model, forward, self)
         if routed is None:
             return lambda: delattr(model, "forward")
         return lambda: setattr(model, "forward", routed)
@@ -189,6 +200,29 @@ class Capture:
             yield
         finally:
             self._paused = before
+
+    @contextmanager
+    def redirected(
+        self,
+        layer_complete: Callable[[Pass, Layer, Captured], None],
+        pass_complete: Callable[[Pass], None],
+    ) -> Iterator[None]:
+        """Let passes inside deliver to somebody else; those outside know nothing of them.
+
+        Everything that is kept between calls is put aside, so a forward pass from before may have
+        its backward pass afterwards. Raises RuntimeError inside of a backward pass.
+        """
+        if _backward_task() != -1:
+            raise RuntimeError(
+                "a backward pass is running, in which no pass of another kind can begin; refresh "
+                "preconditioners between backward() and the next forward pass"
+            )
+        before = dict(vars(self))
+        vars(self).update(vars(Capture(layer_complete, pass_complete)))
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
     def _begin(self, args: Any, kwargs: Any) -> None:
         # A pass whose backward pass was broken off is dropped with all it held.

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpkernels.engine.capture import Capture, flattened, has_forward_in_place
+from dpkernels.engine.capture import Capture, flattened
 from dpkernels.engine.clipping import Clipping, Flat, NoisyCount
 from dpkernels.engine.distributed import Ranks, bypass_reducer, group_of, parameter_facts
-from dpkernels.engine.layers.layer import Unsupported
 from dpkernels.engine.layers.tied import tie
 from dpkernels.engine.report import Report
-from dpkernels.engine.rules import check_optimizer, layers_of
+from dpkernels.engine.rules import check_optimizer, check_plain, layers_of
 from dpkernels.engine.sharding import sharding_group
 from dpkernels.engine.sides import FixedSides, Preconditioner
 from dpkernels.engine.step import Mechanism, Reduction, Seen, Step
@@ -306,7 +305,7 @@ def make_private(
     ):
         if value not in choices:
             raise ValueError(f"{op}: {name} must be one of {', '.join(choices)}, got {value!r}")
-    _check_plain(model)
+    check_plain(model)
     inner, group = group_of(model, process_group)
     modules = layers_of(inner)
     layers = flattened(modules)
@@ -365,7 +364,10 @@ def _facts(step: Step, several_calls: SeveralCalls) -> dict[str, str]:
 def _hook(
     optimizer: Optimizer, step: Step, parameters: Iterable[nn.Parameter]
 ) -> Callable[[], None]:
-    """Put the noisy gradient before every step of the optimizer; return what undoes it."""
+    """Put the noisy gradient before every step of the optimizer; return what undoes it.
+
+    After the step, once parameters are updated, the preconditioner is told, if it wants to know.
+    """
     private = {id(parameter) for parameter in parameters}
 
     def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -380,12 +382,17 @@ def _hook(
         plain(set_to_none)
         step.discard()
 
+    def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if follow := getattr(step.preconditioner, "after_step", None):
+            follow()
+
     plain = optimizer.zero_grad
-    hook = optimizer.register_step_pre_hook(before)
+    hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
     def undo() -> None:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         del optimizer.zero_grad
 
     return undo
@@ -426,17 +433,3 @@ def _check_updated(optimizer: Optimizer, private: set[int]) -> None:
                     "frozen or unfrozen after make_private, so that it would be trained without "
                     "noise, or by noise alone; call detach(), then make_private again"
                 )
-
-
-def _check_plain(model: nn.Module) -> None:
-    for module in model.modules():
-        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
-            raise Unsupported(
-                "the model went through torch.compile, whose graphs keep activations and errors "
-                "to themselves; pass the plain model (model._orig_mod)"
-            )
-    if any(has_forward_in_place(module) for module in model.modules()):
-        raise Unsupported(
-            "a module of the model has its forward() replaced already, perhaps by an earlier "
-            "make_private; call detach() on that first"
-        )

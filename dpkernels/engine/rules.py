@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
 
+from dpkernels.engine.capture import has_forward_in_place
 from dpkernels.engine.layers.attention import AttentionLayer
 from dpkernels.engine.layers.bare import BareLayer
 from dpkernels.engine.layers.conv import ConvLayer, TransposedConvLayer
@@ -197,6 +198,21 @@ def check_optimizer(layers: Iterable[Layer], parameters: Iterable[nn.Parameter])
                 "not update it; pass it to the optimizer, or requires_grad_(False) it, so that it "
                 "costs neither time nor a part of the norm"
             )
+
+
+def check_plain(model: nn.Module) -> None:
+    """Raise Unsupported for a model whose layers cannot be followed, or are already."""
+    for module in model.modules():
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+            raise Unsupported(
+                "the model went through torch.compile, whose graphs keep activations and errors "
+                "to themselves; pass the plain model (model._orig_mod)"
+            )
+    if any(has_forward_in_place(module) for module in model.modules()):
+        raise Unsupported(
+            "a module of the model has its forward() replaced already, perhaps by an earlier "
+            "make_private; call detach() on that first"
+        )
 
 
 def _described(name: str, module: nn.Module) -> str:

@@ -46,6 +46,10 @@ class Preconditioner(Protocol):
 
     The engine asks when the first microbatch of a logical step arrives and keeps the answers until
     the step is over: nothing that the step's own samples do can change them.
+
+    If it has a method ``after_step()``, that is called after every step of the optimizer: the
+    parameters are then those that the step has released, and factors may follow them. If it has an
+    attribute ``not_private`` that is not None, this says why there is no guarantee.
     """
 
     def sides(self, layer: str) -> Sides:

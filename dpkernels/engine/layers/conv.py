@@ -94,7 +94,7 @@ class ConvLayer(Layer):
             bias=self.trains("bias"),
             left=sides.left,
             right=sides.right,
-            **self._geometry(),
+            **self.geometry(),
         )
         return WeightAndBias(norms)
 
@@ -131,10 +131,11 @@ class ConvLayer(Layer):
             left=sides.left,
             right=sides.right,
             element_bytes=errors.element_size(),
-            **self._geometry(),
+            **self.geometry(),
         )
 
-    def _geometry(self) -> dict[str, Any]:
+    def geometry(self) -> dict[str, Any]:
+        """Return kernel, stride, padding of what is captured, dilation and groups."""
         module = self.module
         return {
             "kernel_size": module.kernel_size,
