@@ -5,5 +5,20 @@ batch that it is applied to.
 """
 
 from dpkernels.engine.sides import IDENTITY, FixedSides, Preconditioner, Sides
+from dpkernels.precondition.estimate import estimate_moments
+from dpkernels.precondition.kfac import Kfac
+from dpkernels.precondition.moments import Estimation, LayerMoments
+from dpkernels.precondition.report import KfacReport, LayerFactors
 
-__all__ = ["IDENTITY", "FixedSides", "Preconditioner", "Sides"]
+__all__ = [
+    "IDENTITY",
+    "Estimation",
+    "FixedSides",
+    "Kfac",
+    "KfacReport",
+    "LayerFactors",
+    "LayerMoments",
+    "Preconditioner",
+    "Sides",
+    "estimate_moments",
+]

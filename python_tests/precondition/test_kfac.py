@@ -1,0 +1,255 @@
+"""K-FAC's sides are inverse roots, the engine applies them, and they follow their schedule."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpkernels.precondition import Kfac
+from python_tests.engine.oracle import (
+    assert_same,
+    clipped_sum,
+    gradients_of,
+    median_norm,
+    preconditioned,
+    private,
+    sample_gradients,
+)
+from python_tests.precondition.factors import Fixed, White, cross_entropy
+from python_tests.tolerance import assert_as_accurate
+
+OPTIONS = {
+    "full": {},
+    "A": {"sides": "A"},
+    "G": {"sides": "G"},
+    "rank": {"rank": 2},
+    "diagonal": {"diagonal": True},
+    "reduce": {"sharing": "reduce"},
+    "wide": {"max_size": 10},
+}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(64, 6), nn.Linear(6, 3)
+    )
+
+
+def dense_root(moment: Tensor, damping: float) -> Tensor:
+    values, vectors = torch.linalg.eigh(moment)
+    return vectors * (values.clamp(min=0) + damping).rsqrt() @ vectors.T
+
+
+@pytest.mark.parametrize("damping", [1e-3, 1.0])
+def test_sides_are_damped_inverse_roots_of_the_moments(damping):
+    kfac = Kfac(network(), White(1, 4, 4), cross_entropy, batches=2, damping=damping)
+    assert kfac.layers == {"0", "3", "4"}
+    for name, moments in kfac.moments().items():
+        sides = kfac.sides(name)
+        for factor, moment in ((sides.left, moments.errors), (sides.right, moments.activations)):
+            exact = dense_root(moment.double(), damping)
+            assert_as_accurate(factor.matrix, dense_root(moment, damping), exact)
+
+
+def test_a_low_rank_side_has_the_largest_eigenpairs_and_the_mean_of_the_others():
+    kfac = Kfac(network().double(), White(1, 4, 4), cross_entropy, rank=3, damping=0.1)
+    sides, moment = kfac.sides("3"), kfac.moments()["3"].activations
+    values, vectors = torch.linalg.eigh(moment)
+    values[:-3] = values[:-3].mean()
+    wanted = vectors * (values + 0.1).rsqrt() @ vectors.T
+    torch.testing.assert_close(sides.right.dense(), wanted)
+    # 6 is not more than twice the rank: nothing is gained by a truncation.
+    assert sides.describe() == "G full 6, A rank 3 of 65"
+
+
+@pytest.mark.parametrize("form", OPTIONS)
+def test_clipped_sums_are_those_of_single_samples_with_these_sides(form):
+    model = network().double()
+    kfac = Kfac(model, White(1, 4, 4), cross_entropy, batches=1, batch_size=32, **OPTIONS[form])
+    x = torch.randn(7, 1, 4, 4, dtype=torch.float64)
+    sides = {name: kfac.sides(name) for name in kfac.layers}
+    assert len(sides) == 3
+
+    def loss(outputs: Tensor) -> Tensor:
+        return outputs.square().sum(1)
+
+    plain = copy.deepcopy(model)
+    gradients = [preconditioned(g, sides, plain) for g in sample_gradients(plain, [x], loss)]
+    bound = median_norm(gradients)
+    _, optimizer = private(model, bound, preconditioner=kfac)
+    loss(model(x)).sum().backward()
+    optimizer.step()
+    assert_same(gradients_of(model), clipped_sum(gradients, bound))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        for _ in range(2):
+            model(torch.randn(3, 1, 4, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_factors_are_refreshed_at_the_schedule_with_updated_parameters():
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 1, 4, 4), torch.randint(3, (8,))
+    model, probe = network(), Fixed([x], y)
+    options = {"batches": 1, "batch_size": 8}
+    kfac = Kfac(model, probe, cross_entropy, refresh_every=3, **options)
+    _, optimizer = private(model, 1.0, preconditioner=kfac)
+    assert (kfac.refreshes, probe.drawn) == (1, 1)
+    counts = []
+    for _ in range(7):
+        before = kfac.sides("3")
+        train(model, optimizer, 1)
+        counts.append(kfac.refreshes)
+        assert (kfac.sides("3") is before) == (len(counts) % 3 != 0)
+        if len(counts) % 3 == 0:
+            now = Kfac(model, probe, cross_entropy, **options)
+            assert torch.equal(now.sides("3").left.matrix, kfac.sides("3").left.matrix)
+            assert not torch.equal(before.left.matrix, kfac.sides("3").left.matrix)
+    assert counts == [1, 1, 2, 2, 2, 3, 3]
+
+
+def test_a_step_that_has_begun_keeps_its_factors():
+    sums = []
+    for refreshed in (False, True):
+        model = network()
+        kfac = Kfac(model, White(1, 4, 4), cross_entropy, batches=1, batch_size=16)
+        _, optimizer = private(model, 1.0, preconditioner=kfac)
+        torch.manual_seed(3)
+        for x in torch.randn(2, 3, 1, 4, 4):
+            model(x).square().sum().backward()
+            if refreshed:
+                before = kfac.sides("3").left.matrix
+                kfac.refresh()
+                assert not torch.equal(kfac.sides("3").left.matrix, before)
+        optimizer.step()
+        sums.append(gradients_of(model))
+    assert all(torch.equal(sums[0][name], sums[1][name]) for name in sums[0])
+
+
+def test_factors_depend_on_the_seed_alone_and_leave_torchs_generator():
+    made = []
+    for state, seed in ((1, 0), (2, 0), (2, 1)):
+        model = network()
+        torch.manual_seed(state)
+        before = torch.get_rng_state()
+        kfac = Kfac(model, White(1, 4, 4), cross_entropy, batches=1, batch_size=16, seed=seed)
+        made.append(kfac.sides("3").right.matrix)
+        assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_probes_take_the_parameters_dtype_and_factors_are_float32_or_wider(dtype):
+    kfac = Kfac(network().to(dtype), White(1, 4, 4), cross_entropy, batches=1)
+    wanted = torch.float64 if dtype == torch.float64 else torch.float32
+    assert kfac.sides("0").left.matrix.dtype == kfac.sides("0").right.matrix.dtype == wanted
+
+
+def test_autocast_around_a_refresh_changes_nothing():
+    plain, inside = (Kfac(network(), White(1, 4, 4), cross_entropy, batches=1) for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        inside.refresh()
+    assert torch.equal(plain.sides("3").left.matrix, inside.sides("3").left.matrix)
+
+
+def test_private_probes_are_passed_on():
+    probe = White(1, 4, 4)
+    kfac = Kfac(network(), probe, cross_entropy, batches=1)
+    training, _ = private(kfac._model, 1.0, preconditioner=kfac)
+    assert kfac.not_private is None and training.void is None
+    probe.not_private = "factors of the private data"
+    assert training.void == "factors of the private data"
+    assert "not private: factors of the private data" in str(kfac.report())
+
+
+class Everything(nn.Module):
+    """Layers of all kinds, some without factors, some frozen in part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(30, 6)
+        self.norm = nn.LayerNorm(6)
+        self.grouped = nn.Conv1d(6, 6, 1, groups=2)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.shift = nn.Linear(6, 6)
+        self.shift.weight.requires_grad_(False)
+        self.unused = nn.Linear(6, 2)
+        self.wide = nn.Linear(6, 25)
+        self.head, self.same = nn.Linear(25, 25, bias=False), nn.Linear(25, 25, bias=False)
+        self.same.weight = self.head.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.grouped(self.norm(self.table(tokens)).transpose(1, 2)).mean(2)
+        return self.same(self.head(self.wide(self.shift(self.frozen(x)))))
+
+
+@pytest.mark.parametrize("sides", ["AG", "A"])
+def test_the_report_says_what_each_layer_has_and_why(sides):
+    torch.manual_seed(0)
+    model = Everything()
+    probe = Fixed([torch.randint(30, (8, 4))], torch.randint(3, (8,)))
+    kfac = Kfac(model, probe, cross_entropy, batches=1, batch_size=8, max_size=20, sides=sides)
+    report = kfac.report()
+    rows = {layer.name: layer for layer in report.layers}
+    g = {"AG": lambda text: text, "A": lambda text: "identity"}[sides]
+    wanted = {
+        "table": (f"G {g('full 6')}, A diagonal 30", ""),
+        "norm": ("none", "its rule (scale and shift) takes no factors"),
+        "grouped": ("none", "groups of channels must not be mixed"),
+        "shift": ("G full 6, A identity", "")
+        if sides == "AG"
+        else ("none", "a bias alone has no A"),
+        "unused": ("none", "no probe reached it"),
+        "wide": (
+            f"G {g('diagonal 25')}, A full 7",
+            "diagonal: 25 is larger than 20" if sides == "AG" else "",
+        ),
+        "head": ("none", "its weight is shared with another layer"),
+        "same": ("none", "its weight is shared with another layer"),
+    }
+    assert {name: (row.sides, row.why) for name, row in rows.items()} == wanted
+    assert report.unpreconditioned == tuple(n for n, (s, _) in wanted.items() if s == "none")
+    assert rows["wide"].mean_a == pytest.approx(
+        float(kfac.moments()["wide"].activations.trace()) / 7
+    )
+    assert "1 x 8 of fixed samples" in str(report) and "no probe reached it" in str(report)
+    private(model, 1.0, preconditioner=kfac)
+    assert set(kfac.layers) == set(wanted) - set(report.unpreconditioned)
+
+
+def test_a_preconditioner_of_another_model_is_refused():
+    kfac = Kfac(network(), White(1, 4, 4), cross_entropy, batches=1)
+    with pytest.raises(ValueError, match="it has factors for"):
+        private(nn.Linear(4, 3), 1.0, preconditioner=kfac)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batches": 0}, "batches must be at least 1"),
+        ({"rank": 0}, "rank must be at least 1"),
+        ({"refresh_every": 0}, "refresh_every must be at least 1"),
+        ({"damping": 0.0}, "damping"),
+        ({"sides": "GA"}, "sides must be one of AG, A, G, got 'GA'"),
+        ({"sharing": "all"}, "sharing must be one of expand, reduce"),
+        ({"diagonal": True, "rank": 2}, "a diagonal has no rank"),
+    ],
+)
+def test_wrong_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Kfac(network(), White(1, 4, 4), cross_entropy, **options)
+
+
+def test_probes_that_are_not_finite_are_refused():
+    probe = Fixed([torch.full((4, 1, 4, 4), torch.nan)], torch.zeros(4, dtype=torch.int64))
+    kfac = Kfac(network(), probe, cross_entropy)
+    with pytest.raises(ValueError, match="look at the probes"):
+        kfac.refresh()
+    assert kfac.refreshes == 0
