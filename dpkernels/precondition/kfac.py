@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from dpkernels.engine.sides import IDENTITY, Sides
 from dpkernels.ops import roots
 from dpkernels.ops.checks import check_finite
-from dpkernels.ops.factor import Diagonal, Factor
+from dpkernels.ops.factor import Diagonal, Factor, Full, LowRank
 from dpkernels.precondition.estimate import Loss, Source, estimate_moments
 from dpkernels.precondition.moments import Estimation, LayerMoments, Sharing, WhichSides
 from dpkernels.precondition.report import KfacReport, LayerFactors
+
+Normalise = Literal["none", "damping", "factors"]
 
 
 class Kfac:
@@ -33,6 +35,12 @@ class Kfac:
     batches, batch_size: how many probes a refresh takes.
     damping: what is added to A and to G: pi + gamma of Algorithm 1, which adds one before and one
         after the eigendecomposition.
+    normalise: what the damping is measured by. ``none``: as it is, as in the paper. The G of a
+        convolution is a mean over all positions, and may be a thousandth of 1e-3: its factor is
+        then a multiple of the identity, which ``report()`` shows. ``damping``: the damping of each
+        side is multiplied by its mean eigenvalue. ``factors``: A and G are divided by their mean
+        eigenvalues first, so that factors turn and stretch the gradient of a layer, but leave its
+        scale beside other layers, and the loss's units, alone.
     sides: ``A``, ``G`` or both.
     rank: keep that many eigenpairs of each side and put the mean of the others in their place, for
         sides of more than 2 ``rank``, where it is the cheaper form; None keeps all.
@@ -48,8 +56,8 @@ class Kfac:
 
     Factors are first estimated when they are first asked for, by ``make_private`` say. Passes are
     in evaluation mode, in the parameters' own precision, and leave the model, its gradients,
-    torch's generators and whatever training has collected as they are. Nothing is rescaled: a
-    public constant on all factors is the same as another clip norm.
+    torch's generators and whatever training has collected as they are. There is no constant on all
+    factors together: that is the same as another clip norm.
 
     Raises ValueError for wrong arguments, Unsupported for a model that ``make_private`` refuses.
     """
@@ -63,6 +71,7 @@ class Kfac:
         batches: int = 8,
         batch_size: int = 256,
         damping: float = 1e-3,
+        normalise: Normalise = "none",
         sides: WhichSides = "AG",
         rank: int | None = None,
         diagonal: bool = False,
@@ -84,12 +93,14 @@ class Kfac:
         for name, value, choices in (
             ("sides", sides, get_args(WhichSides)),
             ("sharing", sharing, get_args(Sharing)),
+            ("normalise", normalise, get_args(Normalise)),
         ):
             if value not in choices:
                 raise ValueError(f"Kfac: {name} must be one of {', '.join(choices)}, got {value!r}")
         if diagonal and rank is not None:
             raise ValueError(f"Kfac: a diagonal has no rank, got diagonal=True and rank={rank}")
-        self.damping, self.rank, self.refresh_every = damping, rank, refresh_every
+        self.damping, self.normalise, self.rank = damping, normalise, rank
+        self.refresh_every = refresh_every
         self.refreshes = 0
         self._model, self._probe, self._loss = model, probe, loss
         self._batches, self._batch_size = batches, batch_size
@@ -140,7 +151,7 @@ class Kfac:
         )
         moments = estimate_moments(self._model, batches, self._loss, self._how)
         estimated = time.perf_counter()
-        sides = _sides_of(moments, self.damping, self.rank)
+        sides = self._sides_of(moments)
         self._moments, self._sides = moments, sides
         self.refreshes += 1
         end = time.perf_counter()
@@ -159,31 +170,40 @@ class Kfac:
             self.not_private,
         )
 
+    def _sides_of(self, moments: Mapping[str, LayerMoments]) -> dict[str, Sides]:
+        """Return the inverse roots of all A and G, by the layer's name, where there are any."""
+        both = {name: (x.errors, x.activations) for name, x in moments.items()}
+        there = [x for pair in both.values() for x in pair if x is not None]
+        means = [1.0] * len(there)
+        if self.normalise != "none":
+            # Errors that are all zero have the mean 0, and the root of the damping.
+            means = [_mean_eigenvalue(x) or 1.0 for x in there]
+        units = [x if mean == 1 else x / mean for x, mean in zip(there, means, strict=True)]
+        factors = inverse_roots(units, self.damping, self.rank)
+        if self.normalise == "damping":
+            # (M + damping m I)^(-1/2) = m^(-1/2) (M / m + damping I)^(-1/2)
+            pairs = zip(factors, means, strict=True)
+            factors = [_scaled(factor, mean**-0.5) for factor, mean in pairs]
+        factor_of = dict(zip(map(id, there), factors, strict=True))
+        found = {name: Sides(*(factor_of.get(id(x)) for x in pair)) for name, pair in both.items()}
+        return {name: sides for name, sides in found.items() if sides != IDENTITY}
+
     def _ensure(self) -> None:
         if self.refreshes == 0:
             self.refresh()
 
     def _described(self, name: str, moments: LayerMoments) -> LayerFactors:
-        a, g = moments.activations, moments.errors
-        sides = self._sides.get(name, IDENTITY).describe()
-        kind = type(moments.layer.module).__name__
-        return LayerFactors(
-            name, kind, sides, _mean_eigenvalue(a), _mean_eigenvalue(g), moments.why()
+        a, g = (
+            None if moment is None else _mean_eigenvalue(moment)
+            for moment in (moments.activations, moments.errors)
         )
+        sides = self._sides.get(name, IDENTITY).describe()
+        return LayerFactors(name, type(moments.layer.module).__name__, sides, a, g, moments.why())
 
 
-def _sides_of(
-    moments: Mapping[str, LayerMoments], damping: float, rank: int | None
-) -> dict[str, Sides]:
-    """Return the inverse roots of all A and G, by the layer's name, where there are any."""
-    both = {name: (x.errors, x.activations) for name, x in moments.items()}
-    there = [x for pair in both.values() for x in pair if x is not None]
-    factors = dict(zip(map(id, there), inverse_roots(there, damping, rank), strict=True))
-    found = {name: Sides(*(factors.get(id(x)) for x in pair)) for name, pair in both.items()}
-    return {name: sides for name, sides in found.items() if sides != IDENTITY}
-
-
-def inverse_roots(moments: Sequence[Tensor], damping: float, rank: int | None) -> list[Factor]:
+def inverse_roots(
+    moments: Sequence[Tensor], damping: float, rank: int | None = None
+) -> list[Factor]:
     """Return ``(M + damping I)^(-1/2)`` of every moment; of matrices, all those alike in one call.
 
     moments: ``[n, n]``, or ``[n]`` for a diagonal. rank: as for ``Kfac``.
@@ -208,7 +228,13 @@ def inverse_roots(moments: Sequence[Tensor], damping: float, rank: int | None) -
     return [found[index] for index in range(len(moments))]
 
 
-def _mean_eigenvalue(moment: Tensor | None) -> float | None:
-    if moment is None:
-        return None
+def _scaled(factor: Factor, scale: float) -> Factor:
+    if isinstance(factor, Full):
+        return Full(factor.matrix * scale)
+    if isinstance(factor, Diagonal):
+        return Diagonal(factor.values * scale)
+    return LowRank(factor.vectors, factor.values * scale, factor.tail * scale)
+
+
+def _mean_eigenvalue(moment: Tensor) -> float:
     return float((moment if moment.dim() == 1 else moment.diagonal()).mean())

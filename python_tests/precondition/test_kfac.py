@@ -66,6 +66,41 @@ def test_a_low_rank_side_has_the_largest_eigenpairs_and_the_mean_of_the_others()
     assert sides.describe() == "G full 6, A rank 3 of 65"
 
 
+@pytest.mark.parametrize("form", ["full", "rank", "diagonal"])
+@pytest.mark.parametrize("normalise", ["none", "damping", "factors"])
+def test_what_is_normalised_follows_the_units_of_the_loss_or_does_not(normalise, form):
+    # U_G at damping g of errors c d is 1/c times U_G of d at damping g / c^2.
+    def sides(unit: float, damping: float):
+        kfac = Kfac(
+            network().double(),
+            White(1, 4, 4),
+            lambda y, t: unit * cross_entropy(y, t),
+            batches=1,
+            damping=damping,
+            normalise=normalise,
+            **OPTIONS[form],
+        )
+        return kfac.sides("3")
+
+    small, large = sides(1.0, 1e-3), sides(64.0, 1e-3 * (4096 if normalise == "none" else 1))
+    expected = 1.0 if normalise == "factors" else 1 / 64
+    torch.testing.assert_close(large.left.dense(), expected * small.left.dense())
+    assert not torch.equal(sides(1.0, 1.0).left.dense(), small.left.dense())
+
+
+@pytest.mark.parametrize("normalise", ["damping", "factors"])
+def test_normalised_sides_are_roots_at_the_damping_that_is_stated(normalise):
+    model = network().double()
+    kfac = Kfac(model, White(1, 4, 4), cross_entropy, batches=1, normalise=normalise, damping=0.1)
+    moment = kfac.moments()["3"].errors
+    mean = moment.trace() / 6
+    if normalise == "damping":
+        wanted = dense_root(moment, 0.1 * float(mean))
+    else:
+        wanted = dense_root(moment / mean, 0.1)
+    torch.testing.assert_close(kfac.sides("3").left.matrix, wanted)
+
+
 @pytest.mark.parametrize("form", OPTIONS)
 def test_clipped_sums_are_those_of_single_samples_with_these_sides(form):
     model = network().double()
