@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dpkernels.precondition import Estimation, Kfac, estimate_moments
+from python_tests.engine.test_transposed_linear import Conv1D
 from python_tests.precondition.factors import (
     Fixed,
     assert_close_at_scale,
@@ -217,3 +218,27 @@ def test_a_sum_and_a_vector_of_losses_are_the_same():
     vector = Kfac(model, probes(4), cross_entropy).moments()[""]
     total = Kfac(model, probes(4), lambda y, t: cross_entropy(y, t).sum()).moments()[""]
     assert torch.equal(vector.errors, total.errors)
+
+
+@pytest.mark.parametrize("positions", [(), (3,)])
+def test_a_transposed_linear_layer_has_no_column_for_its_bias(positions):
+    torch.manual_seed(0)
+    model = nn.Sequential(Conv1D(5, 4), nn.Tanh(), Conv1D(3, 5)).double()
+    probe = probes(*positions, 4)
+    for name, both in found(model, probe).items():
+        a, g = sample_moments(model, model[int(name)], probe, "expand")
+        assert_close_at_scale(both.activations, a[:-1, :-1])
+        assert_close_at_scale(both.errors, g)
+
+
+def test_frozen_parameters_have_no_column_and_no_side():
+    torch.manual_seed(0)
+    model, probe = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double(), probes(4)
+    model[0].weight.requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    moments = found(model, probe)
+    _, g = sample_moments(model, model[0], probe, "expand")
+    a, _ = sample_moments(model, model[2], probe, "expand")
+    assert moments["0"].activations is None
+    assert_close_at_scale(moments["0"].errors, g)
+    assert_close_at_scale(moments["2"].activations, a[:-1, :-1])

@@ -1,0 +1,58 @@
+"""What processes do that train one model together with factors from probes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from dpkernels.precondition import Kfac
+from python_tests.engine.distributed.processes import ddp, parameters, with_options
+from python_tests.precondition.factors import White, cross_entropy
+
+
+def network() -> nn.Module:
+    """Return a model in float64, the same every time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def train(model: nn.Module, rank: int, world: int) -> dict[str, Tensor]:
+    """Return sides and parameters after three steps without noise, with a refresh after two."""
+    # Each rank at another place of the global generator, and with other samples.
+    torch.manual_seed(7)
+    x = torch.randn(3, 4, 4, dtype=torch.float64)
+    torch.manual_seed(rank)
+    kfac = Kfac(model, White(4), cross_entropy, batches=2, batch_size=16, refresh_every=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with_options(model, optimizer, preconditioner=kfac)
+    for batch in x:
+        own = batch.chunk(world)[rank]
+        model(own).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert kfac.refreshes == 2
+    sides: dict[str, Any] = {name: kfac.sides(name) for name in sorted(kfac.layers)}
+    factors = {f"{n} {side}": getattr(s, side).dense() for n, s in sides.items() for side in SIDES}
+    return factors | parameters(model)
+
+
+SIDES = ("left", "right")
+
+
+def _trained(wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Tensor]:
+    return train(wrap(network()), dist.get_rank(), dist.get_world_size())
+
+
+def copies() -> dict[str, Tensor]:
+    """Train copies, by DistributedDataParallel."""
+    return _trained(ddp)
+
+
+def shards() -> dict[str, Tensor]:
+    """Train one model that is sharded."""
+    return _trained(fully_shard)
