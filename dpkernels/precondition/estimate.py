@@ -46,7 +46,8 @@ def estimate_moments(
     """Return A and G of every trained layer at the present parameters, by the layer's name.
 
     model: in private training or not; nothing of it changes (``dpkernels.engine.probing``).
-    batches: probes, moved to the model's device and, if they are not integers, its dtype.
+    batches: probes, moved to the device and, if they are not integers, the dtype of the model's
+        first parameter.
     loss: summed over samples, or ``[B]``.
 
     Layers that take no factors (``why_not``) or that no probe reaches have none. One forward and
@@ -65,15 +66,22 @@ def estimate_moments(
             if why_not(layer) is None:
                 moments[layer.name].update(layer.merged(uses))
 
-    like = next(model.parameters())
-    with undisturbed(model), probing(model, layer_complete, pass_complete) as layers:
+    with probing(model, layer_complete, pass_complete) as layers, undisturbed(model):
         moments |= {layer.name: LayerMoments(layer, estimation) for layer in layers}
+        like = next(p for p in model.parameters() if p.is_floating_point())
         for index, (inputs, targets) in enumerate(batches):
             inputs, targets = _beside(like, inputs), _beside(like, targets)
             if index == 0:
                 _check_summed(model, inputs, targets, loss)
             loss(model(*inputs), targets).sum().backward()
     return moments
+
+
+def no_moments(model: nn.Module, estimation: Estimation) -> dict[str, LayerMoments]:
+    """Return what ``estimate_moments`` starts from: every trained layer, without moments."""
+    model, _ = group_of(model, None)
+    with probing(model, lambda *_: None, lambda *_: None) as layers:
+        return {layer.name: LayerMoments(layer, estimation) for layer in layers}
 
 
 def _beside(like: Tensor, tensors: Any) -> Any:

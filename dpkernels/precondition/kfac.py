@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from dpkernels.engine.sides import IDENTITY, Sides
 from dpkernels.ops import roots
 from dpkernels.ops.checks import check_finite
 from dpkernels.ops.factor import Diagonal, Factor, Full, LowRank
-from dpkernels.precondition.estimate import Loss, Source, estimate_moments
+from dpkernels.precondition.estimate import Loss, Source, estimate_moments, no_moments
 from dpkernels.precondition.moments import Estimation, LayerMoments, Sharing, WhichSides
 from dpkernels.precondition.report import KfacReport, LayerFactors
 
@@ -169,6 +169,33 @@ class Kfac:
             1e3 * self._root_seconds,
             self.not_private,
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: A and G, and where probes and schedule are."""
+        self._ensure()
+        return {
+            "steps": self._steps,
+            "refreshes": self.refreshes,
+            "generator": self._generator.get_state(),
+            "moments": {name: x.state_dict() for name, x in self._moments.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after a checkpoint with the factors that it was made with.
+
+        Raises ValueError for a state of other layers.
+        """
+        moments = no_moments(self._model, self._how)
+        if moments.keys() != state["moments"].keys():
+            raise ValueError(
+                f"Kfac.load_state_dict: state must be of the layers {list(moments)}, got "
+                f"{list(state['moments'])}; load it for the model that it was saved with"
+            )
+        for name, x in moments.items():
+            x.load_state_dict(state["moments"][name])
+        self._moments, self._sides = moments, self._sides_of(moments)
+        self._steps, self.refreshes = state["steps"], state["refreshes"]
+        self._generator.set_state(state["generator"])
 
     def _sides_of(self, moments: Mapping[str, LayerMoments]) -> dict[str, Sides]:
         """Return the inverse roots of all A and G, by the layer's name, where there are any."""

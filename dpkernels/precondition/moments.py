@@ -8,7 +8,7 @@ an embedding is a linear layer over one-hot vectors, whose A is diagonal: the to
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -115,6 +115,15 @@ class LayerMoments:
                 bias = layer.trains("bias") and isinstance(layer, LinearLayer)
                 self._add_rows(self._a, inputs, "activations", bias)
             self._add_rows(self._g, errors, "errors")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps; tensors are not copied."""
+        return {"A": self._a.state_dict(), "G": self._g.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned; tensors are copied."""
+        self._a.load_state_dict(state["A"])
+        self._g.load_state_dict(state["G"])
 
     def _add_rows(
         self,

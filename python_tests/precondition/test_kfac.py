@@ -150,6 +150,32 @@ def test_factors_are_refreshed_at_the_schedule_with_updated_parameters():
     assert counts == [1, 1, 2, 2, 2, 3, 3]
 
 
+def test_training_goes_on_after_a_checkpoint_as_if_there_had_been_none(tmp_path):
+    def made():
+        model = network()
+        kfac = Kfac(model, White(1, 4, 4), cross_entropy, batches=1, batch_size=16, refresh_every=3)
+        return model, kfac, private(model, 1.0, preconditioner=kfac)[1]
+
+    straight, _, optimizer = made()
+    torch.manual_seed(5)
+    train(straight, optimizer, 7)
+    first, kfac, optimizer = made()
+    torch.manual_seed(5)
+    train(first, optimizer, 4)
+    torch.save([first.state_dict(), kfac.state_dict()], tmp_path / "state.pt")
+    place = torch.get_rng_state()
+    second, kfac, optimizer = made()
+    torch.set_rng_state(place)
+    weights, state = torch.load(tmp_path / "state.pt")
+    second.load_state_dict(weights)
+    kfac.load_state_dict(state)
+    train(second, optimizer, 3)
+    pairs = zip(straight.parameters(), second.parameters(), strict=True)
+    assert all(torch.equal(wanted, got) for wanted, got in pairs)
+    with pytest.raises(ValueError, match="must be of the layers"):
+        Kfac(nn.Linear(4, 3), White(4), cross_entropy).load_state_dict(state)
+
+
 def test_a_step_that_has_begun_keeps_its_factors():
     sums = []
     for refreshed in (False, True):
