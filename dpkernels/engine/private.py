@@ -273,7 +273,8 @@ def make_private(
         samples: it makes gradients depend on each other, and must be summed instead. A matter of
         privacy, which is not checked: with the wrong one, a sample's clipped gradient depends on
         how many others there are.
-    preconditioner: factors for each layer's gradient, applied before it is clipped.
+    preconditioner: factors for each layer's gradient, applied before it is clipped:
+        ``dpkernels.precondition.Kfac`` estimates them from probes, ``FixedSides`` takes them.
     noise_key: from the operating system's entropy if None. Of a seeded one, each rank takes a child
         of its own.
     loss_scale: what the loss is multiplied by before ``backward()``, against underflow in float16.

@@ -71,19 +71,20 @@ def test_a_model_is_plain_again_after_probes():
 
 
 @pytest.mark.parametrize("place", ["between microbatches", "between forward and backward"])
-def test_a_step_in_progress_does_not_notice_probes(place):
+@pytest.mark.parametrize("several_calls", ["refuse", "same samples"])
+def test_a_step_in_progress_does_not_notice_probes(place, several_calls):
     sums, counts = [], []
     for probed in (False, True):
         torch.manual_seed(0)
         model = Counting().double()
-        training, optimizer = private(model, 0.1, keep_norms=True)
+        training, optimizer = private(model, 0.1, keep_norms=True, several_calls=several_calls)
         x = torch.randn(6, 4, dtype=torch.float64)
         square(model(x[:4])).sum().backward()
         if probed and place == "between microbatches":
-            probe(model, torch.randn(9, 4, dtype=torch.float64))
+            probe(model, torch.randn(2, 4, dtype=torch.float64))
         losses = square(model(x[4:]))
         if probed and place == "between forward and backward":
-            probe(model, torch.randn(9, 4, dtype=torch.float64))
+            probe(model, torch.randn(2, 4, dtype=torch.float64))
         losses.sum().backward()
         norms = training.sample_norms()
         counts.append((training.samples, training.steps, {n: v.tolist() for n, v in norms.items()}))
