@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dpkernels.postprocess.adam_bc import DPAdamBC
+from dpkernels.postprocess.noise_level import NoiseOf, NoisyTraining
+
 
 class DiSK(Optimizer):
     """Any optimizer, on filtered gradients (Zhang et al. 2025, in the form with one gradient).
@@ -33,8 +36,8 @@ class DiSK(Optimizer):
             accuracy = evaluate(model)
 
     Both are computed from released gradients: there is nothing private about the shift. Checkpoints
-    (``state_dict``, ``PrivateRun.save``) are taken outside of ``at_iterate``. For an optimizer that
-    knows its noise, ``DPAdamBC``, pass it ``noise_std=lambda: disk.noise_scale * std``.
+    (``state_dict``, ``PrivateRun.save``) are taken outside of ``at_iterate``. An optimizer that
+    knows its noise, ``DPAdamBC``, must know what the filter leaves of it: ``follow(training)``.
 
     Cost: two numbers for each parameter, and seven passes over them.
     """
@@ -56,6 +59,12 @@ class DiSK(Optimizer):
         More in the first steps; of noise that is the same in all of them.
         """
         return math.sqrt(self._variance)
+
+    def follow(self, training: NoisyTraining) -> None:
+        """Tell the optimizer, if it is one that asks, how much noise the filter leaves."""
+        if isinstance(self.optimizer, DPAdamBC):
+            noise = NoiseOf(training)
+            self.optimizer.noise_std = lambda: self.noise_scale * noise()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Generator, Tensor, nn
@@ -67,8 +67,8 @@ class FactoredAdaDPS:
         self._model, self._probe, self._loss = model, probe, loss
         self._batches, self._batch_size, self._eps = batches, batch_size, eps
         self._refresh_every, self._steps = refresh_every, 0
-        parameter = next(model.parameters())
-        self._generator = Generator(parameter.device).manual_seed(seed)
+        # Beside the CPU, so that probes do not depend on the device.
+        self._generator = Generator().manual_seed(seed)
         self._sides: dict[str, Sides] = {}
         self._left_out: dict[str, str] = {}
         self.refresh()
@@ -100,20 +100,28 @@ class FactoredAdaDPS:
         model = copy.deepcopy(self._model).eval()
         layers, self._left_out = _scalable(model)
         parameters = [p for layer in layers for p in layer.parameters.values()]
+        self._sides = {}
+        if not layers:
+            return
         moments = [torch.zeros_like(p) for p in parameters]
         for _ in range(self._batches):
             inputs, targets = self._probe.batch(self._batch_size, self._generator)
-            device = self._generator.device
-            outputs = model(*(x.to(device) for x in inputs))
-            loss = self._loss(outputs, targets.to(device)).sum() / self._batch_size
+            inputs, targets = _beside(inputs, parameters[0]), targets.to(parameters[0].device)
+            loss = self._loss(model(*inputs), targets).sum() / self._batch_size
             gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
             torch._foreach_addcmul_(moments, gradients, gradients, 1 / self._batches)
         # Weight and bias of a layer are neighbours in both lists.
         left = iter(moments)
-        self._sides = {}
         for layer in layers:
             parts = [next(left).view(p.shape[0], -1) for p in layer.parameters.values()]
             self._sides[layer.name] = factored(torch.cat(parts, 1), self._eps)
+
+
+def _beside(inputs: Sequence[Tensor], like: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors on the device of ``like``, floating-point ones in its dtype."""
+    return tuple(
+        x.to(like.device, like.dtype if x.is_floating_point() else x.dtype) for x in inputs
+    )
 
 
 def factored(moment: Tensor, eps: float) -> Sides:

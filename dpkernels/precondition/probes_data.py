@@ -53,6 +53,8 @@ class _Records:
 
 
 def _fields(dataset: Any, indices: Tensor) -> tuple[Tensor, ...]:
+    if isinstance(dataset, Tensor):
+        return (dataset[indices],)
     if isinstance(dataset, TensorDataset):
         return tuple(tensor[indices] for tensor in dataset.tensors)
     batch = default_collate([dataset[index] for index in indices.tolist()])
@@ -62,7 +64,8 @@ def _fields(dataset: Any, indices: Tensor) -> tuple[Tensor, ...]:
 class PublicData(_Records):
     """Records that are public: building this declares that no private record is among them.
 
-    dataset: with ``len`` and records ``(*inputs, target)``, as models and losses take them.
+    dataset: with ``len`` and records ``(*inputs, target)``, as models and losses take them; or,
+        with ``classes``, a tensor ``[N, ...]`` of inputs.
     classes: draw targets like this instead of using the data's own, which may be of other classes.
     """
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dpkernels.postprocess import DiSK
-from python_tests.postprocess.training import filtered_sgd, made, train
+from python_tests.postprocess.training import filtered_adam_bc, filtered_sgd, made, train
 
 KAPPA = 0.4
 
@@ -100,6 +100,19 @@ def test_an_interrupted_evaluation_leaves_the_shifted_point() -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert torch.equal(model[0].weight, before)
+
+
+def test_adam_bc_is_told_what_the_filter_leaves_of_the_noise() -> None:
+    run = made(filtered_adam_bc, sigma=2.0)
+    training, disk = run.training, run.training.optimizer
+    std = 2.0 / training.expected_batch_size
+    scales = []
+    for step in range(1, 6):
+        train(run, step)
+        assert disk.optimizer.noise_std() == disk.noise_scale * std
+        scales.append(disk.noise_scale)
+    limit = math.sqrt(disk.kappa / (2 - disk.kappa))
+    assert scales[0] == 1 and scales == sorted(scales, reverse=True) and scales[-1] > limit
 
 
 def test_what_is_wrong_is_said() -> None:

@@ -29,7 +29,11 @@ def filtered_adam(parameters) -> Optimizer:
     return DiSK(torch.optim.Adam(parameters, lr=0.02))
 
 
-OPTIMIZERS = [adam_bc, filtered_sgd, filtered_adam]
+def filtered_adam_bc(parameters) -> Optimizer:
+    return DiSK(DPAdamBC(parameters, lr=0.01))
+
+
+OPTIMIZERS = [adam_bc, filtered_sgd, filtered_adam, filtered_adam_bc]
 
 
 def made(build: Callable[..., Optimizer], *, sigma: float = 1.0, clip=1.0) -> PrivateRun:
@@ -52,7 +56,7 @@ def made(build: Callable[..., Optimizer], *, sigma: float = 1.0, clip=1.0) -> Pr
             loss_reduction="mean",
             noise_key=NoiseKey.from_seed(1),
         )
-    if isinstance(optimizer, DPAdamBC):
+    if isinstance(optimizer, DPAdamBC | DiSK):
         optimizer.follow(training)
     return PrivateRun(training, PrivateLoader(data, sampler), accountant="rdp")
 

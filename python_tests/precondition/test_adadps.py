@@ -121,6 +121,12 @@ def test_a_refresh_follows_the_parameters_and_leaves_training_alone() -> None:
     assert not torch.equal(again.sides("5").right.values, before.right.values)
 
 
+def test_a_model_without_such_layers_is_left_as_it_is() -> None:
+    model = nn.Conv2d(2, 2, 3, groups=2)
+    scaling = FactoredAdaDPS(model, ColouredNoise((2, 8, 8), classes=2), losses)
+    assert scaling.sides("").left is None and "groups" in scaling.report()
+
+
 def test_with_an_oracle_the_training_has_no_guarantee() -> None:
     model = nn.Linear(6, 3)
     data = TensorDataset(torch.randn(9, 6), torch.arange(9) % 3)

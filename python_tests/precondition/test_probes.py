@@ -216,8 +216,10 @@ def test_records_keep_their_targets_unless_others_are_asked_for() -> None:
     assert set(targets.tolist()) == set(range(6))
     (x, _), targets = PublicData(Pairs(), classes=1).batch(50, generator())
     assert not targets.any() and x.any()
-    (x,), targets = PublicData(TensorDataset(torch.ones(4, 2)), classes=3).batch(5, generator())
-    assert list(x.shape) == [5, 2] and list(targets.shape) == [5]
+    inputs = torch.arange(8.0).view(4, 2)
+    for dataset in (inputs, TensorDataset(inputs)):
+        (x,), targets = PublicData(dataset, classes=3).batch(40, generator())
+        assert torch.equal(x.unique(dim=0), inputs) and list(targets.shape) == [40]
 
 
 def test_the_oracle_cannot_be_built_unknowingly() -> None:
