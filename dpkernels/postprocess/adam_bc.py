@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch.optim.optimizer import ParamsT
 
 from dpkernels.ops.checks import check_finite
 from dpkernels.postprocess.noise_level import NoiseOf, NoiseStd, NoisyTraining, current
+
+# Where there is no noise: the square of Adam's eps.
+_LEAST = 1e-16
 
 
 class DPAdamBC(Optimizer):
@@ -27,9 +31,12 @@ class DPAdamBC(Optimizer):
     params, lr, betas: as for Adam.
     noise_std: standard deviation of the noise on every element of a gradient, sigma C / B, or what
         returns that of the gradient that is there now. None: ``follow`` says it later.
-    floor: gamma' of the paper, in units of squared gradients. What is below it cannot be told from
-        noise: there, the step is lr m_hat / sqrt(floor). Worth tuning: the smaller it is, the
-        larger are the steps of elements whose gradient is lost in the noise.
+    floor: gamma' of the paper, in units of squared gradients; there, the step is
+        lr m_hat / sqrt(floor). The smaller it is, the larger are the steps of elements whose
+        gradient is lost in the noise. None: the standard deviation that noise alone gives v_hat,
+        n_hat sqrt(2 s), s being the sum of the squared weights that v_hat gives to past gradients:
+        s = (1 - b2) / (1 + b2) * (1 + b2^t) / (1 - b2^t). What is below cannot be told from noise.
+        It is high in the first steps, of which v_hat knows little, and needs no tuning to C and B.
 
     With ``make_private``, which needs the optimizer first::
 
@@ -47,10 +54,11 @@ class DPAdamBC(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         *,
         noise_std: NoiseStd | None = None,
-        floor: float = 5e-8,
+        floor: float | None = None,
     ) -> None:
         check_finite("DPAdamBC", "lr", lr, at_least=0.0)
-        check_finite("DPAdamBC", "floor", floor, above=0.0)
+        if floor is not None:
+            check_finite("DPAdamBC", "floor", floor, above=0.0)
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"DPAdamBC: betas must be two numbers in [0, 1), got {betas}")
         if isinstance(noise_std, int | float):
@@ -127,7 +135,17 @@ def _update(
     torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
     # The correction is common to v and n, and divided by after the root, as Adam does.
     roots = torch._foreach_sub(squares, group["noise_moment"])
-    torch._foreach_clamp_min_(roots, group["floor"] * correction2)
+    torch._foreach_clamp_min_(roots, _floor(group, beta2) * correction2)
     torch._foreach_sqrt_(roots)
     torch._foreach_div_(roots, correction2**0.5)
     torch._foreach_addcdiv_(parameters, means, roots, -group["lr"] / correction1)
+
+
+def _floor(group: dict[str, Any], beta2: float) -> float:
+    """Return what is divided by at least, squared, in units of v_hat."""
+    if group["floor"] is not None:
+        return float(group["floor"])
+    forgotten: float = beta2 ** group["steps"]
+    squared_weights = (1 - beta2) / (1 + beta2) * (1 + forgotten) / (1 - forgotten)
+    noise: float = group["noise_moment"] / (1 - forgotten)
+    return max(_LEAST, noise * math.sqrt(2 * squared_weights))

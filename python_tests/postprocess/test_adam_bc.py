@@ -22,10 +22,11 @@ def steps(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradients) 
 def test_without_noise_it_is_adam_bit_for_bit() -> None:
     torch.manual_seed(0)
     start, gradients = torch.randn(7, 5), torch.randn(20, 7, 5)
-    # Above the floor, whose root takes the place of Adam's eps.
-    assert gradients[0].square().min() * (1 - 0.999) > 1e-30
+    # Above the floor, whose root takes the place of Adam's eps: v_hat of the first step is g^2, and
+    # goes down by 0.999 at most with every other.
+    assert 0.9 * gradients[0].square().min() > 1e-16
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    steps(DPAdamBC([ours], lr=0.1, noise_std=0.0, floor=1e-30), ours, gradients)
+    steps(DPAdamBC([ours], lr=0.1, noise_std=0.0), ours, gradients)
     steps(torch.optim.Adam([theirs], lr=0.1, eps=0.0), theirs, gradients)
     assert torch.equal(ours, theirs)
 
@@ -61,6 +62,25 @@ def test_where_noise_explains_everything_the_floor_sets_the_step() -> None:
     # m_hat = g, and v_hat - 1 < 0.
     wanted = torch.tensor([-5.0, 5.0, 0.0], dtype=torch.float64)
     assert torch.allclose(parameter, wanted, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("count", [1, 5, 200])
+def test_the_floor_is_the_spread_that_noise_alone_gives(count) -> None:
+    torch.manual_seed(0)
+    n, beta, std = 100_000, 0.98, 0.5
+    noisy, quiet = (nn.Parameter(torch.zeros(size, dtype=torch.float64)) for size in (n, 1))
+    optimizer = DPAdamBC([noisy, quiet], lr=1.0, betas=(0.0, beta), noise_std=std)
+    quiet.grad = torch.full((1,), 1e-9, dtype=torch.float64)
+    for _ in range(count):
+        noisy.grad = std * torch.randn(n, dtype=torch.float64)
+        before = quiet.item()
+        optimizer.step()
+    spread = float(optimizer.state[noisy]["exp_avg_sq"].std()) / (1 - beta**count)
+    # A quiet element is at the floor: its step is lr g / sqrt(floor).
+    floor = (1e-9 / (before - quiet.item())) ** 2
+    # A standard deviation of n numbers that are at worst chi-square, whose fourth moment is 15
+    # times the square of the variance: (15 - 1) / (4 n). Five standard deviations.
+    assert abs(spread / floor - 1) <= 5 * math.sqrt(14 / (4 * n))
 
 
 @pytest.mark.parametrize("clip", [1.5, Adaptive(1.5)])
