@@ -36,7 +36,7 @@ class DPAdamBC(Optimizer):
         gradient is lost in the noise. None: the standard deviation that noise alone gives v_hat,
         n_hat sqrt(2 s), s being the sum of the squared weights that v_hat gives to past gradients:
         s = (1 - b2) / (1 + b2) * (1 + b2^t) / (1 - b2^t). What is below cannot be told from noise.
-        It is high in the first steps, of which v_hat knows little, and needs no tuning to C and B.
+        It is high in the first steps, when v_hat knows little, and goes along with sigma, C and B.
 
     With ``make_private``, which needs the optimizer first::
 

@@ -27,7 +27,8 @@ class DiSK(Optimizer):
     at x_t, while the variance of the noise goes down to kappa / (2 - kappa) of what it was.
 
     optimizer: over the parameters; its groups are shared, so that schedules reach it.
-    kappa: in (0, 1]: how much a new gradient counts; 1 is ``optimizer`` itself. 0.7 is the paper's.
+    kappa: in (0, 1]: how much a new gradient counts; 1 is ``optimizer`` itself. 0.7 is the
+        default of its authors' code.
 
     Between steps the parameters are at the shifted point, where the loop is to compute its next
     gradient. Evaluate and save models at x_t::
@@ -39,7 +40,7 @@ class DiSK(Optimizer):
     (``state_dict``, ``PrivateRun.save``) are taken outside of ``at_iterate``. An optimizer that
     knows its noise, ``DPAdamBC``, must know what the filter leaves of it: ``follow(training)``.
 
-    Cost: two numbers for each parameter, and seven passes over them.
+    Cost: two numbers for each parameter, and five passes over them.
     """
 
     def __init__(self, optimizer: Optimizer, kappa: float = 0.7) -> None:
