@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from dpkernels.privacy import calibrate_command
+from dpkernels.train import command as train_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,6 +38,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     calibrate_command.add_arguments(calibrate)
     calibrate.set_defaults(run=_calibrate)
+    train = commands.add_parser(
+        "train",
+        help="train a model privately within a budget",
+        description=train_command.DESCRIPTION,
+    )
+    train_command.add_arguments(train)
+    train.set_defaults(run=train_command.run)
     return parser
 
 

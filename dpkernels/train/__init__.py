@@ -1,0 +1,1 @@
+"""``dpkernels train``: data sets, models, methods, and the loop that joins them."""

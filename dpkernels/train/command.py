@@ -1,0 +1,106 @@
+"""``dpkernels train``: private training from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+DESCRIPTION = """\
+Train a model privately within a budget. Noise is calibrated for it, samples are drawn by Poisson
+sampling, and every step is accounted for. The default, digits, needs no files; the other data sets
+are read from --data-dir or $DPKERNELS_DATA. After Ctrl-C, --resume goes on."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes to ``parser``; what is left out is the data set's default."""
+    add = parser.add_argument
+    add("--dataset", help="digits (default), mnist, fashion, cifar10, imdb, adult")
+    add("--model", help="logistic, mlp, cnn, deep-cnn, vit; by default the data set's")
+    add("--method", help="dp-sgd (default), dp-kfc and others: --list names them")
+    add("--epsilon", type=float, help="the budget (default 1)")
+    add("--delta", type=float, help="less than 1 / number of records (default 1e-5)")
+    add("--epochs", type=int, help="passes over the data, on average")
+    add("--batch-size", type=int, help="expected size of a batch")
+    add("--physical-batch-size", type=int, help="samples that are in memory at a time (512)")
+    add("--lr", type=float, help="learning rate")
+    add("--optimizer", help="adam, adamw, sgd (momentum 0.9), adambc")
+    add("--clip", type=float, help="norm that each sample's gradient is clipped to (default 1)")
+    add("--accountant", help="pld (default) or rdp")
+    add("--refresh-every", type=int, help="steps between estimates of curvature (one epoch)")
+    add("--seed", type=int, help="fix noise, samples and parameters: for tests, protects nobody")
+    add("--data-dir", help="folder of the data sets")
+    add("--output", type=Path, help="folder for report, metrics, checkpoint (runs/DATASET-METHOD)")
+    add("--resume", action="store_true", help="go on with the run in --output")
+    add("--quiet", action="store_true", help="no progress bar")
+    add("--list", action="store_true", help="list data sets, models and methods, and stop")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train; return the exit status: 0, 2 for what cannot be done, 130 after Ctrl-C."""
+    from dpkernels.train.outputs import CHECKPOINT
+
+    if options.list:
+        print(_listing())
+        return 0
+    output: Path | None = None
+    try:
+        output = _output(options)
+        print(_train(options, output))
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"dpkernels train: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        message = "stopped before the first step"
+        if output is not None and (output / CHECKPOINT).exists():
+            message = f"stopped; go on with: dpkernels train --resume --output {output}"
+        print(f"\ndpkernels train: {message}", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _output(options: argparse.Namespace) -> Path:
+    if options.output is not None:
+        return Path(options.output)
+    if options.resume:
+        raise ValueError("output: --resume needs the --output of the run to go on with")
+    return Path("runs") / f"{options.dataset or 'digits'}-{options.method or 'dp-sgd'}"
+
+
+def _train(options: argparse.Namespace, output: Path) -> str:
+    """Train and return what is printed at the end."""
+    from dataclasses import fields
+
+    from dpkernels.train.loop import train
+    from dpkernels.train.options import Options, filled_in, resumed
+    from dpkernels.train.outputs import CHECKPOINT
+
+    given = {field.name: getattr(options, field.name) for field in fields(Options)}
+    if options.resume:
+        chosen = resumed(output, given)
+    else:
+        chosen = filled_in(given)
+        if (output / CHECKPOINT).exists():
+            raise ValueError(
+                f"output: {output} holds a run already; go on with it by --resume, or name another "
+                "--output"
+            )
+        output.mkdir(parents=True, exist_ok=True)
+    outcome = train(chosen, output, resume=options.resume, progress=not options.quiet)
+    return f"{outcome.summary()}\nwritten to {output}"
+
+
+def _listing() -> str:
+    from dpkernels.train.data import DATASETS
+    from dpkernels.train.methods import METHODS
+    from dpkernels.train.models import MODELS
+
+    width = max(map(len, METHODS))
+    return "\n".join(
+        [
+            f"data sets: {', '.join(DATASETS)}",
+            f"models: {', '.join(MODELS)}",
+            "methods:",
+            *(f"  {name.ljust(width)}  {method.about}" for name, method in METHODS.items()),
+        ]
+    )

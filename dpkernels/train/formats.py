@@ -1,0 +1,116 @@
+"""The file formats of the data sets: idx, CIFAR's records, LIBSVM, CSV; .gz and .xz are opened."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import lzma
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+_OPENERS: dict[str, Callable[..., Any]] = {"": open, ".gz": gzip.open, ".xz": lzma.open}
+_UBYTE = 0x08  # idx: the third byte of the magic number
+_CIFAR_RECORD = 1 + 3 * 32 * 32
+
+
+def opened(path: Path) -> BinaryIO:
+    """Open ``path``, or ``path.gz`` or ``path.xz`` where only that is there.
+
+    Raises FileNotFoundError with the names that were looked for.
+    """
+    for suffix, opener in _OPENERS.items():
+        file = path.with_name(path.name + suffix)
+        if file.exists():
+            stream: BinaryIO = opener(file, "rb")
+            return stream
+    raise FileNotFoundError(
+        f"{path} is not there, nor with .gz or .xz; set --data-dir or $DPKERNELS_DATA to the "
+        "folder that holds the data sets"
+    )
+
+
+def read_idx(path: Path) -> Tensor:
+    """Return the uint8 array of an idx file (MNIST's format), in its own shape.
+
+    Raises ValueError for another type, or a file that is not as long as its header says.
+    """
+    with opened(path) as file:
+        content = file.read()
+    if len(content) < 4 or content[:2] != b"\0\0" or content[2] != _UBYTE:
+        raise ValueError(f"{path}: an idx file of unsigned bytes begins 00 00 08, got another")
+    start = 4 + 4 * content[3]
+    shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)]
+    if len(content) - start != math.prod(shape):
+        raise ValueError(
+            f"{path}: its header says {shape}, but {len(content) - start} bytes follow; the file "
+            "is cut off: fetch it again"
+        )
+    return _bytes(content[start:]).reshape(shape)
+
+
+def read_cifar10(path: Path) -> tuple[Tensor, Tensor]:
+    """Return images ``[N, 3, 32, 32]`` uint8 and labels ``[N]`` of CIFAR-10's binary version.
+
+    Raises ValueError for a file that does not consist of whole records.
+    """
+    with opened(path) as file:
+        content = file.read()
+    if not content or len(content) % _CIFAR_RECORD:
+        raise ValueError(
+            f"{path}: records are of {_CIFAR_RECORD} bytes, got {len(content)} bytes; take the "
+            "binary version of CIFAR-10"
+        )
+    records = _bytes(content).reshape(-1, _CIFAR_RECORD)
+    return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].long()
+
+
+def read_libsvm(path: Path, features: int) -> tuple[Tensor, Tensor]:
+    """Return ``[N, features]`` float32 and labels ``[N]``, 1 for +1 and 0 for -1.
+
+    Indices in the file begin at 1. Raises ValueError for an index beyond ``features``, or a line
+    that is not in the format.
+    """
+    labels, rows, columns, values = [], [], [], []
+    with opened(path) as file:
+        for number, line in enumerate(file):
+            label, *pairs = line.split()
+            labels.append(int(float(label) > 0))
+            for pair in pairs:
+                index, _, value = pair.partition(b":")
+                if not value or not 1 <= int(index) <= features:
+                    raise ValueError(
+                        f"{path}, line {number + 1}: wanted index:value with an index from 1 to "
+                        f"{features}, got {pair.decode(errors='replace')!r}"
+                    )
+                rows.append(number)
+                columns.append(int(index) - 1)
+                values.append(float(value))
+    x = torch.zeros(len(labels), features)
+    x[rows, columns] = torch.tensor(values)
+    return x, torch.tensor(labels)
+
+
+def read_csv(path: Path, *columns: str) -> Iterator[tuple[str, ...]]:
+    """Yield the named columns of every row. Raises ValueError if the header lacks one."""
+    csv.field_size_limit(sys.maxsize)
+    with opened(path) as file:
+        rows = csv.reader(line.decode("utf-8") for line in file)
+        header = next(rows, [])
+        if missing := set(columns) - set(header):
+            raise ValueError(
+                f"{path}: the first line must name the columns {', '.join(columns)}; it lacks "
+                f"{', '.join(sorted(missing))}"
+            )
+        places = [header.index(column) for column in columns]
+        for row in rows:
+            yield tuple(row[place] for place in places)
+
+
+def _bytes(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
