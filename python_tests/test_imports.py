@@ -41,6 +41,15 @@ ALLOWED = {
         "dpkernels.precondition",
         *ROOM_OF_OPS,
     ),
+    "train": (
+        "dpkernels.train",
+        "dpkernels.run",
+        "dpkernels.engine",
+        "dpkernels.privacy",
+        "dpkernels.precondition",
+        "dpkernels.postprocess",
+        *ROOM_OF_OPS,
+    ),
     "federated": ("dpkernels.federated", "dpkernels.engine", "dpkernels.privacy", *ROOM_OF_OPS),
 }
 

@@ -62,7 +62,7 @@ class Options:
         return cls(**json.loads(file.read_text()))
 
 
-# The paper's where it has the data set (Appendix H.1), with Adam for images, as its code has it. For
+# The paper's where it has the data set (Appendix H.1), but with Adam for images. For
 # digits and adult they were chosen by trial, with dp-sgd, on the test part.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "digits": {"model": "logistic", "epochs": 15, "optimizer": "sgd", "lr": 0.1},
