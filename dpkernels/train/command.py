@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", help="adam, adamw, sgd (momentum 0.9), adambc")
     add("--clip", type=float, help="norm that each sample's gradient is clipped to (default 1)")
     add("--accountant", help="pld (default) or rdp")
-    add("--refresh-every", type=int, help="steps between estimates of curvature (one epoch)")
+    add("--refresh-every", type=int, help="steps between estimates of curvature (an epoch, or 50)")
     add("--seed", type=int, help="fix noise, samples and parameters: for tests, protects nobody")
     add("--data-dir", help="folder of the data sets")
     add("--output", type=Path, help="folder for report, metrics, checkpoint (runs/DATASET-METHOD)")

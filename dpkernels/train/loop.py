@@ -28,6 +28,8 @@ from dpkernels.train.models import build
 from dpkernels.train.options import Options
 from dpkernels.train.outputs import CHECKPOINT, MODEL, Epoch, Outcome
 
+# An estimate costs as much as some ten steps, and epochs of small data sets are shorter than that.
+_LEAST_REFRESH = 50
 # What a method that is not private clips to: nothing is as long.
 _NO_CLIP = 1e30
 
@@ -80,7 +82,7 @@ def train(
         options.data_dir,
         lr=options.lr,
         noise_std=sigma * clip / sampler.expected_batch_size,
-        refresh_every=options.refresh_every or len(loader),
+        refresh_every=options.refresh_every or max(len(loader), _LEAST_REFRESH),
         seed=options.seed or 0,
     )
     preconditioner = method.preconditioner(setting) if method.preconditioner else None

@@ -69,8 +69,7 @@ def synthetic_probe(data: Data) -> Probe:
 
     if data.kind == "image":
         return ColouredNoise(data.shape, classes=data.classes)
-    kind = "binary" if data.kind == "binary" else "sparse"
-    return Features(data.shape[0], data.classes, kind=kind)
+    return Features(data.shape[0], data.classes, "binary" if data.kind == "binary" else "sparse")
 
 
 def public_probe(setting: Setting) -> Probe:
@@ -108,9 +107,9 @@ def _synthetic(setting: Setting) -> Probe:
 
 
 def _adadps(setting: Setting) -> Preconditioner:
-    from dpkernels.precondition.adadps import AdaDPS
+    from dpkernels.precondition.adadps import FactoredAdaDPS
 
-    return AdaDPS(
+    return FactoredAdaDPS(
         setting.model,
         synthetic_probe(setting.data),
         sum_of_losses,
@@ -126,7 +125,7 @@ METHODS: dict[str, Method] = {
     "dp-kfc-oracle": Method(
         "the same, curvature from the private data: not private, no epsilon", _kfac(oracle_probe)
     ),
-    "adadps": Method("a diagonal before the clip, from synthetic probes", _adadps),
+    "adadps": Method("two diagonals before the clip, near AdaDPS, from synthetic probes", _adadps),
     "dp-adambc": Method("Adam whose second moment is freed of the noise's", optimizer="adambc"),
     "disk": Method("a Kalman filter on the noisy gradients", filtered=True),
     "dp-kfc+adambc": Method("dp-kfc, then dp-adambc", _kfac(_synthetic), "adambc"),

@@ -25,7 +25,8 @@ class Options:
     batch_size: as expected, under Poisson sampling.
     clip: C, the norm that samples' gradients are clipped to.
     physical_batch_size: how many samples go through the model at a time.
-    refresh_every: steps between two estimates of curvature; None for once an epoch.
+    refresh_every: steps between two estimates of curvature; None for once an epoch, but not more
+        often than every 50.
     seed: fixes noise, samples and parameters: for tests only. None takes them from the operating
         system.
     """
@@ -62,15 +63,16 @@ class Options:
         return cls(**json.loads(file.read_text()))
 
 
+_LEARNING_RATES = {"sgd": 0.1, "adam": 1e-3, "adamw": 1e-3, "adambc": 1e-3}
 # The paper's where it has the data set (Appendix H.1), but with Adam for images. For
 # digits and adult they were chosen by trial, with dp-sgd, on the test part.
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "digits": {"model": "logistic", "epochs": 15, "optimizer": "sgd", "lr": 0.1},
+    "digits": {"model": "logistic", "epochs": 15, "optimizer": "sgd"},
     "mnist": {"model": "cnn"},
     "fashion": {"model": "cnn"},
     "cifar10": {"model": "deep-cnn", "epochs": 10, "batch_size": 512},
-    "imdb": {"model": "logistic", "epochs": 20, "optimizer": "sgd", "lr": 0.1},
-    "adult": {"model": "logistic", "epochs": 5, "optimizer": "sgd", "lr": 0.1},
+    "imdb": {"model": "logistic", "epochs": 20, "optimizer": "sgd"},
+    "adult": {"model": "logistic", "epochs": 5, "optimizer": "sgd"},
 }
 
 
@@ -91,7 +93,10 @@ def filled_in(given: Mapping[str, Any]) -> Options:
             f"optimizer: {chosen['method']} is {method.optimizer} itself, got "
             f"{chosen['optimizer']}; leave --optimizer out"
         )
-    options = Options(**{**_DEFAULTS[dataset], **chosen})
+    chosen = _DEFAULTS[dataset] | chosen
+    optimizer = chosen.get("optimizer", Options.optimizer)
+    _check_known("optimizer", optimizer, OPTIMIZERS)
+    options = Options(**{"lr": _LEARNING_RATES[optimizer]} | chosen)
     _check(options)
     return options
 
@@ -116,7 +121,6 @@ def resumed(output: Path, given: Mapping[str, Any]) -> Options:
 
 def _check(options: Options) -> None:
     _check_known("model", options.model, MODELS)
-    _check_known("optimizer", options.optimizer, OPTIMIZERS)
     for name in ("epochs", "batch_size", "physical_batch_size", "refresh_every"):
         value = getattr(options, name)
         if value is not None and value < 1:

@@ -1,0 +1,71 @@
+"""Every method trains, and only those with a guarantee report an epsilon."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+
+from dpkernels import cli
+from dpkernels.train.data import Data, Records
+from dpkernels.train.methods import METHODS, synthetic_probe
+from dpkernels.train.options import filled_in
+from python_tests.train.files import write_adult, write_mnist
+
+NOT_PRIVATE = {"sgd", "dp-kfc-oracle"}
+NEED_PUBLIC_DATA = {"dp-kfc-public"}
+
+
+def trained(output, data_dir, *arguments):
+    common = ["--data-dir", str(data_dir), "--output", str(output), "--quiet", "--seed", "2"]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*with the fixed seed")
+        assert cli.main(["train", *common, *arguments]) == 0
+    return json.loads((output / "report.json").read_text())
+
+
+@pytest.mark.parametrize("method", sorted(METHODS.keys() - NEED_PUBLIC_DATA))
+def test_every_method_learns_and_keeps_to_its_budget(tmp_path, method):
+    write_adult(tmp_path / "adult-a9a")
+    arguments = ["--dataset", "adult", "--batch-size", "64", "--epsilon", "50", "--epochs", "4"]
+    if METHODS[method].optimizer == "adambc":
+        arguments += ["--lr", "0.02"]
+    report = trained(tmp_path / "run", tmp_path, "--method", method, *arguments)
+    epsilon = report["privacy"]["epsilon"]
+    if method in NOT_PRIVATE:
+        assert epsilon is None and report["privacy"]["not_private"]
+    else:
+        assert 0.98 * 50 < epsilon <= 50
+    # Guessing has mean 100 of 200 and standard deviation 7: 140 are more than 5 of those off.
+    assert report["accuracy"] > 0.7
+
+
+def test_public_curvature_comes_from_the_proxy_and_keeps_the_guarantee(tmp_path):
+    write_mnist(tmp_path / "mnist", train=60)
+    write_mnist(tmp_path / "fashion-mnist")
+    arguments = ["--dataset", "mnist", "--model", "logistic", "--epochs", "1", "--batch-size", "20"]
+    report = trained(tmp_path / "run", tmp_path, "--method", "dp-kfc-public", *arguments)
+    assert report["privacy"]["epsilon"] <= 1
+    assert "public" in report["preconditioner"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("image", (3, 8, 8)), ("binary", (12,)), ("text", (30,))]
+)
+def test_probes_have_the_shape_and_kind_of_the_data(kind, shape):
+    nothing = Records(torch.zeros(1, *shape), torch.zeros(1, dtype=torch.long))
+    probe = synthetic_probe(Data("some", kind, 4, nothing, nothing, ""))
+    (inputs,), targets = probe.batch(50, torch.Generator().manual_seed(0))
+    assert inputs.shape == (50, *shape) and set(targets.tolist()) == {0, 1, 2, 3}
+    if kind == "binary":
+        assert set(inputs.flatten().tolist()) == {0.0, 1.0}
+    if kind == "text":
+        assert inputs.min() == 0
+        torch.testing.assert_close(inputs.norm(dim=1), torch.ones(50))
+
+
+def test_learning_rates_are_those_of_the_optimizer():
+    assert filled_in({"method": "dp-adambc"}).lr == filled_in({"optimizer": "adam"}).lr == 1e-3
+    assert filled_in({}).lr == 0.1 and filled_in({"lr": 0.5}).lr == 0.5
