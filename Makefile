@@ -14,12 +14,15 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-training lint gpu-check build clean
+.PHONY: help demo demo-kernels test bench bench-training lint gpu-check build clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-demo: $(BUILT) ## compare the kernels with plain PyTorch on small sizes
+demo: $(BUILT) ## train privately on digits with DP-SGD and with DP-KFC
+	@$(BIN)/python -m benchmarks.demo
+
+demo-kernels: $(BUILT) ## compare the kernels with plain PyTorch on small sizes
 	@$(BIN)/python -m benchmarks --quick
 
 # Most of the time goes into Triton's interpreter, which has one thread; tests of several threads ask
