@@ -76,8 +76,9 @@ def draw(outcomes: list[Outcome], path: Path) -> None:
     axes = figure.subplots()
     for outcome in outcomes:
         spent = [epoch.epsilon or 0.0 for epoch in outcome.epochs]
-        axes.plot(spent, [100 * epoch.accuracy for epoch in outcome.epochs], marker=".")
-        axes.annotate(outcome.options.method, (spent[-1], 100 * outcome.accuracy), ha="right")
+        accuracy = [100 * epoch.accuracy for epoch in outcome.epochs]
+        axes.plot(spent, accuracy, marker=".", label=outcome.options.method)
+    axes.legend(loc="lower right")
     axes.set_xlabel(f"epsilon spent, at delta {outcomes[0].options.delta:g}")
     axes.set_ylabel("test accuracy, %")
     axes.set_title("Digits, the same network, budget and settings")

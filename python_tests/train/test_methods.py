@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import warnings
 
 import pytest
 import torch
 
 from dpkernels import cli
+from dpkernels.train import loop
 from dpkernels.train.data import Data, Records
 from dpkernels.train.methods import METHODS, synthetic_probe
 from dpkernels.train.options import filled_in
@@ -18,12 +20,13 @@ NOT_PRIVATE = {"sgd", "dp-kfc-oracle"}
 NEED_PUBLIC_DATA = {"dp-kfc-public"}
 
 
-def trained(output, data_dir, *arguments):
+def trained(output, data_dir, *arguments, status=0):
+    """Run the command; return its report, if it came to its end."""
     common = ["--data-dir", str(data_dir), "--output", str(output), "--quiet", "--seed", "2"]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*with the fixed seed")
-        assert cli.main(["train", *common, *arguments]) == 0
-    return json.loads((output / "report.json").read_text())
+        assert cli.main(["train", *common, *arguments]) == status
+    return None if status else json.loads((output / "report.json").read_text())
 
 
 @pytest.mark.parametrize("method", sorted(METHODS.keys() - NEED_PUBLIC_DATA))
@@ -40,6 +43,30 @@ def test_every_method_learns_and_keeps_to_its_budget(tmp_path, method):
         assert 0.98 * 50 < epsilon <= 50
     # Guessing has mean 100 of 200 and standard deviation 7: 140 are more than 5 of those off.
     assert report["accuracy"] > 0.7
+
+
+@pytest.mark.parametrize("method", ["dp-kfc", "dp-kfc+adambc", "disk"])
+def test_a_resumed_run_goes_on_with_the_same_factors_and_filters(tmp_path, monkeypatch, method):
+    write_adult(tmp_path / "adult-a9a")
+    arguments = ["--dataset", "adult", "--batch-size", "64", "--epochs", "2"]
+    arguments += ["--method", method, "--refresh-every", "5"]
+    trained(tmp_path / "whole", tmp_path, *arguments)
+    batches = []
+
+    def interrupted(*given, **options):
+        batches.append(1)
+        if len(batches) == 8:
+            signal.raise_signal(signal.SIGINT)
+        return torch.nn.functional.cross_entropy(*given, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "cross_entropy", interrupted)
+        trained(tmp_path / "parts", tmp_path, *arguments, status=130)
+    trained(tmp_path / "parts", tmp_path, "--resume")
+    whole, parts = (
+        torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("whole", "parts")
+    )
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
 def test_public_curvature_comes_from_the_proxy_and_keeps_the_guarantee(tmp_path):
