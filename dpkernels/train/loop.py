@@ -28,7 +28,7 @@ from dpkernels.train.models import build
 from dpkernels.train.options import Options
 from dpkernels.train.outputs import CHECKPOINT, MODEL, Epoch, Outcome
 
-# An estimate costs as much as some ten steps, and epochs of small data sets are shorter than that.
+# An estimate is 8 passes over 256 probes, more than an epoch of a small data set.
 _LEAST_REFRESH = 50
 # What a method that is not private clips to: nothing is as long.
 _NO_CLIP = 1e30

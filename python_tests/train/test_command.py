@@ -175,8 +175,7 @@ def test_without_noise_there_is_no_epsilon_and_the_report_says_so(tmp_path, trai
     assert report["privacy"]["epsilon"] is None
     assert "without clip and noise" in report["privacy"]["not_private"]
     assert "no epsilon: not private" in capsys.readouterr().out
-    # A quarter of the marks is missing, so all three are in 1/64 of the people, who are guessed.
-    # The others are told apart by any mark. 200 people: one in 64 is 3 of them.
+    # One person in 64 lacks all three marks and is guessed, 3 of 200; any mark tells the others.
     assert report["accuracy"] > 0.9
 
 
