@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpkernels import engine, ops, precondition, privacy, run
+from dpkernels import engine, ops, postprocess, precondition, privacy, run
 from dpkernels.backend import BackendUnavailable, explain, use_backend
 from dpkernels.engine import (
     PrivateTraining,
@@ -35,6 +35,7 @@ __all__ = [
     "kernel_sources",
     "make_private",
     "ops",
+    "postprocess",
     "precondition",
     "privacy",
     "run",

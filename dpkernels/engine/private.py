@@ -17,7 +17,7 @@ from dpkernels.engine.layers.tied import tie
 from dpkernels.engine.report import Report
 from dpkernels.engine.rules import check_optimizer, check_plain, layers_of
 from dpkernels.engine.sharding import sharding_group
-from dpkernels.engine.sides import FixedSides, Preconditioner
+from dpkernels.engine.sides import FixedSides, Preconditioner, load_state_of, state_of
 from dpkernels.engine.step import Mechanism, Reduction, Seen, Step
 from dpkernels.ops.checks import check_finite
 from dpkernels.ops.noise import NoiseKey
@@ -191,6 +191,7 @@ class PrivateTraining:
             "world_size": self.world_size,
             "noise_multiplier": self.noise_multiplier,
             "nonfinite_samples": self.nonfinite_samples,
+            "preconditioner": state_of(self._step.preconditioner),
             "max_norm": dict(bound) if isinstance(bound, Mapping) else bound,
         }
 
@@ -211,6 +212,7 @@ class PrivateTraining:
         self._step.taken = state["steps"]
         self.noise_multiplier = state["noise_multiplier"]
         self._step.seen = Seen(dropped=state["nonfinite_samples"])
+        load_state_of(self._step.preconditioner, state["preconditioner"])
         clipping: Any = self._step.clipping
         if self.extra_query is not None:
             clipping.max_norm = state["max_norm"]

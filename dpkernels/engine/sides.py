@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from dpkernels.ops.factor import Diagonal, Factor, Full
 
@@ -71,3 +71,21 @@ class FixedSides:
     def sides(self, layer: str) -> Sides:
         """Return the factors of ``layer``."""
         return self._sides.get(layer, IDENTITY)
+
+
+def state_of(preconditioner: Preconditioner) -> dict[str, Any] | None:
+    """Return what a checkpoint keeps of a preconditioner; None if there is nothing to keep."""
+    keeps = getattr(preconditioner, "state_dict", None)
+    return None if keeps is None else keeps()
+
+
+def load_state_of(preconditioner: Preconditioner, state: dict[str, Any] | None) -> None:
+    """Put back what ``state_of`` returned; raise ValueError if it is another kind's."""
+    loads = getattr(preconditioner, "load_state_dict", None)
+    if (loads is None) is not (state is None):
+        raise ValueError(
+            f"load_state_dict: the state is of another preconditioner than {preconditioner!r}; "
+            "make the training as it was saved"
+        )
+    if loads is not None:
+        loads(state)

@@ -8,17 +8,31 @@ from dpkernels.engine.sides import IDENTITY, FixedSides, Preconditioner, Sides
 from dpkernels.precondition.estimate import estimate_moments
 from dpkernels.precondition.kfac import Kfac
 from dpkernels.precondition.moments import Estimation, LayerMoments
+from dpkernels.precondition.probes import (
+    ColouredNoise,
+    Features,
+    PrivateData,
+    Probe,
+    PublicData,
+    Tokens,
+)
 from dpkernels.precondition.report import KfacReport, LayerFactors
 
 __all__ = [
     "IDENTITY",
+    "ColouredNoise",
     "Estimation",
+    "Features",
     "FixedSides",
     "Kfac",
     "KfacReport",
     "LayerFactors",
     "LayerMoments",
     "Preconditioner",
+    "PrivateData",
+    "Probe",
+    "PublicData",
     "Sides",
+    "Tokens",
     "estimate_moments",
 ]

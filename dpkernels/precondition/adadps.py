@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -94,6 +95,27 @@ class FactoredAdaDPS:
         self._steps += 1
         if self._refresh_every is not None and self._steps % self._refresh_every == 0:
             self.refresh()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: the diagonals, and where probes and schedule are."""
+        diagonals = {
+            name: [factor.values for factor in (sides.left, sides.right)]  # type: ignore[union-attr]
+            for name, sides in self._sides.items()
+        }
+        generator = self._generator.get_state()
+        return {"steps": self._steps, "generator": generator, "diagonals": diagonals}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after a checkpoint with the diagonals that it was made with."""
+        if state["diagonals"].keys() != self._sides.keys():
+            raise ValueError(
+                f"FactoredAdaDPS.load_state_dict: state must be of the layers {list(self._sides)}, "
+                f"got {list(state['diagonals'])}; load it for the model that it was saved with"
+            )
+        for name, values in state["diagonals"].items():
+            self._sides[name] = Sides(*(Diagonal(value.clone()) for value in values))
+        self._steps = state["steps"]
+        self._generator.set_state(state["generator"])
 
     def refresh(self) -> None:
         """Estimate second moments at the model's present parameters."""

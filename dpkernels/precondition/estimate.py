@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,23 +21,6 @@ Batch = tuple[tuple[Tensor, ...], Tensor]
 
 # Enough samples to tell a sum from a mean, and cheap beside a batch.
 _CHECKED_SAMPLES = 8
-
-
-class Source(Protocol):
-    """Where probes come from: ``dpkernels.precondition.probes`` has several."""
-
-    @property
-    def not_private(self) -> str | None:
-        """Why there is no guarantee with these probes; None unless they hold private data."""
-        ...
-
-    def describe(self) -> str:
-        """Return what the probes are, for a report."""
-        ...
-
-    def batch(self, size: int, generator: torch.Generator) -> Batch:
-        """Return inputs for ``model(*inputs)``, samples first, and targets."""
-        ...
 
 
 def estimate_moments(

@@ -13,8 +13,9 @@ from dpkernels.engine.sides import IDENTITY, Sides
 from dpkernels.ops import roots
 from dpkernels.ops.checks import check_finite
 from dpkernels.ops.factor import Diagonal, Factor, Full, LowRank
-from dpkernels.precondition.estimate import Loss, Source, estimate_moments, no_moments
+from dpkernels.precondition.estimate import Loss, estimate_moments, no_moments
 from dpkernels.precondition.moments import Estimation, LayerMoments, Sharing, WhichSides
+from dpkernels.precondition.probes import Probe
 from dpkernels.precondition.report import KfacReport, LayerFactors
 
 Normalise = Literal["none", "damping", "factors"]
@@ -65,7 +66,7 @@ class Kfac:
     def __init__(
         self,
         model: nn.Module,
-        probe: Source,
+        probe: Probe,
         loss: Loss,
         *,
         batches: int = 8,

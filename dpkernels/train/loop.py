@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from dpkernels.engine.private import make_private
 from dpkernels.ops.noise import NoiseKey
+from dpkernels.postprocess import DiSK, DPAdamBC
 from dpkernels.privacy.calibration import calibrate_noise_multiplier
 from dpkernels.privacy.mechanism import NotPrivate
 from dpkernels.privacy.samplers import PoissonSampler
@@ -81,7 +82,6 @@ def train(
         data,
         options.data_dir,
         lr=options.lr,
-        noise_std=sigma * clip / sampler.expected_batch_size,
         refresh_every=options.refresh_every or max(len(loader), _LEAST_REFRESH),
         seed=options.seed or 0,
     )
@@ -100,6 +100,8 @@ def train(
             preconditioner=preconditioner,
             noise_key=None if options.seed is None else NoiseKey.from_seed(options.seed),
         )
+    if isinstance(optimizer, DPAdamBC | DiSK):
+        optimizer.follow(training)
     run = PrivateRun(training, loader, accountant=options.accountant, void=method.not_private)
 
     epochs: list[Epoch] = []
@@ -108,14 +110,12 @@ def train(
     if resume:
         extra = run.load(checkpoint)
         epochs, seconds = [Epoch(**row) for row in extra["epochs"]], extra["seconds"]
-        _restore(preconditioner, extra["preconditioner"])
     else:
         options.write(output)
 
     def save() -> None:
         rows = [epoch.to_dict() for epoch in epochs]
-        state = _state(preconditioner)
-        run.save(checkpoint, extra={"epochs": rows, "seconds": seconds, "preconditioner": state})
+        run.save(checkpoint, extra={"epochs": rows, "seconds": seconds})
 
     if not resume:
         save()
@@ -222,15 +222,3 @@ def _shown(
         "epsilon": "none" if epsilon is None else f"{epsilon:.3f}",
         "samples/s": f"{speed:,.0f}",
     }
-
-
-def _state(preconditioner: Any) -> Any:
-    return preconditioner.state_dict() if hasattr(preconditioner, "state_dict") else None
-
-
-def _restore(preconditioner: Any, state: Any) -> None:
-    """Put factors back; those that keep no state are estimated at the parameters loaded."""
-    if state is not None:
-        preconditioner.load_state_dict(state)
-    elif hasattr(preconditioner, "refresh"):
-        preconditioner.refresh()

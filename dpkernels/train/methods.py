@@ -27,7 +27,7 @@ OPTIMIZERS = ("adam", "adamw", "sgd", "adambc")
 class Setting:
     """What a method is made for.
 
-    lr: the learning rate. noise_std: of every element of the private gradient.
+    lr: the learning rate.
     refresh_every: steps after which curvature is estimated anew. seed: of the probes.
     """
 
@@ -35,7 +35,6 @@ class Setting:
     data: Data
     data_dir: str | None
     lr: float
-    noise_std: float
     refresh_every: int
     seed: int
 
@@ -161,7 +160,7 @@ def _named_optimizer(name: str, setting: Setting) -> Optimizer:
     if name == "adambc":
         from dpkernels.postprocess import DPAdamBC
 
-        return DPAdamBC(parameters, lr, noise_std=setting.noise_std)
+        return DPAdamBC(parameters, lr)
     raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {name!r}")
 
 
