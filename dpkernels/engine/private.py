@@ -16,7 +16,7 @@ from dpkernels.engine.distributed import Ranks, bypass_reducer, group_of, parame
 from dpkernels.engine.layers.tied import tie
 from dpkernels.engine.report import Report
 from dpkernels.engine.rules import check_optimizer, check_plain, layers_of
-from dpkernels.engine.sharding import sharding_group
+from dpkernels.engine.sharding import is_sharded, sharding_group
 from dpkernels.engine.sides import FixedSides, Preconditioner, load_state_of, state_of
 from dpkernels.engine.step import Mechanism, Reduction, Seen, Step
 from dpkernels.ops.checks import check_finite
@@ -118,6 +118,11 @@ class PrivateTraining:
     def rank(self) -> int:
         """Which of them this is."""
         return self._step.ranks.rank
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether processes hold parts of the parameters, which every call puts together."""
+        return any(is_sharded(parameter) for parameter in self.model.parameters())
 
     @property
     def ranks(self) -> Ranks:

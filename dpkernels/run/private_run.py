@@ -70,6 +70,12 @@ class PrivateRun:
                 f"{training.world_size}; pass rank= and world_size= to the sampler, so that every "
                 "record belongs to one process"
             )
+        if loader.max_physical_batch_size and training.world_size > 1 and training.is_sharded:
+            raise ValueError(
+                "PrivateRun: loader's max_physical_batch_size must be None for a model that is "
+                "sharded (fully_shard): ranks would have different numbers of microbatches, and "
+                "wait for each other"
+            )
         if training.steps:
             raise ValueError(
                 f"PrivateRun: training has taken {training.steps} steps that nobody has counted; "

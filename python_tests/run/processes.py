@@ -21,7 +21,7 @@ from python_tests.engine.distributed.processes import error_of, full
 from python_tests.run.training import RATE, RECORDS, train
 
 
-def made(wrap, seed=3):
+def made(wrap, seed=3, physical=None):
     """Return a run over all processes, and its scheduler."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
@@ -40,7 +40,8 @@ def made(wrap, seed=3):
         loss_reduction="mean",
         noise_key=dpkernels.NoiseKey.from_seed(seed),
     )
-    run = PrivateRun(training, PrivateLoader(data, sampler), accountant="rdp")
+    loader = PrivateLoader(data, sampler, max_physical_batch_size=physical)
+    run = PrivateRun(training, loader, accountant="rdp")
     return run, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
@@ -81,8 +82,17 @@ def ddp_resumed() -> dict:
     return resumed(nn.parallel.DistributedDataParallel)
 
 
+def sharded(model: nn.Module) -> nn.Module:
+    fully_shard(model)
+    return model
+
+
 def fsdp_resumed() -> dict:
-    return resumed(lambda model: fully_shard(model) or model)
+    return resumed(sharded)
+
+
+def microbatches_of_shards() -> str:
+    return error_of(lambda: made(sharded, physical=2))
 
 
 def two_checkpoints() -> tuple[PrivateRun, Path, Any]:
@@ -159,4 +169,5 @@ ALL = [
     of_two_attempts,
     saved_in_the_middle_of_a_step,
     sampler_of_another_rank,
+    microbatches_of_shards,
 ]

@@ -58,3 +58,8 @@ def test_all_ranks_hear_why_one_cannot_be_saved(ranks):
 def test_a_sampler_for_one_process_is_refused_in_several(ranks):
     for one in ranks:
         assert "pass rank= and world_size= to the sampler" in one["sampler_of_another_rank"]
+
+
+def test_microbatches_of_a_sharded_model_are_refused(ranks):
+    for one in ranks:
+        assert "max_physical_batch_size must be None" in one["microbatches_of_shards"]
