@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from dpkernels.privacy import calibrate_command
+from dpkernels.repro import command as repro_command
 from dpkernels.train import command as train_command
 
 
@@ -45,6 +46,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     train_command.add_arguments(train)
     train.set_defaults(run=train_command.run)
+    repro = commands.add_parser(
+        "repro",
+        help="train the tables of a paper again, and compare",
+        description=repro_command.DESCRIPTION,
+    )
+    repro_command.add_arguments(repro)
+    repro.set_defaults(run=repro_command.run)
     return parser
 
 

@@ -50,6 +50,7 @@ ALLOWED = {
         "dpkernels.postprocess",
         *ROOM_OF_OPS,
     ),
+    "repro": ("dpkernels.repro", "dpkernels.train", "dpkernels.info"),
     "federated": ("dpkernels.federated", "dpkernels.engine", "dpkernels.privacy", *ROOM_OF_OPS),
 }
 
@@ -100,6 +101,8 @@ def test_the_import_rule(part: str) -> None:
         ("from dpkernels.privacy import samplers", "engine"),
         ("from dpkernels.opacus import PrivacyEngine", "run"),
         ("from dpkernels import ops", "backend.py"),
+        ("from dpkernels.repro import tables", "train"),
+        ("from dpkernels.precondition import kfac", "repro"),
     ],
 )
 def test_the_rule_sees_what_breaks_it(source: str, part: str) -> None:

@@ -1,0 +1,1 @@
+"""``dpkernels repro``: the tables of the papers, run again."""
