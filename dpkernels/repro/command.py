@@ -85,7 +85,7 @@ def _fill(progress: Progress, options: argparse.Namespace) -> None:
     if options.with_opacus:
         for block in {cell.block.title: cell.block for cell, _ in trials}.values():
             for mode in MODES:
-                print(f"{block.title}, Opacus' DP-SGD, {mode}")
+                print(f"{block.title}, Opacus' DP-SGD, {mode}", flush=True)
                 trial = run_opacus(opacus_options(block, changed), mode, options.runs)
                 progress.opacus.setdefault(block.title, {})[mode] = trial
     for number, (cell, seed) in enumerate(trials, 1):

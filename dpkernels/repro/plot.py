@@ -26,8 +26,8 @@ def draw(progress: Progress, file: Path) -> None:
     panels = figure.subplots(1, max(1, len(titles)), squeeze=False)[0]
     for axes, title in zip(panels, titles, strict=False):
         _panel(axes, [result for result in results if result.cell.block.title == title])
-        axes.set(title=title, xlabel="epsilon", ylabel="test accuracy, %", xscale="log")
-        axes.legend(fontsize="x-small", loc="lower right")
+        axes.set(title=title, xlabel="epsilon", ylabel="test accuracy, %")
+        axes.legend(fontsize="x-small")
     figure.suptitle(f"DP-KFC, Table {progress.table.number}: paper dashed, ours solid")
     figure.savefig(file, dpi=150)
 
@@ -45,6 +45,7 @@ def _panel(axes: Any, results: Sequence[Result]) -> None:
         x, mean, spread = _columns(ours, 3)
         axes.errorbar(x, mean, spread, fmt="-o", color=colour, ms=4, capsize=3, label=label)
     ticks = sorted({result.cell.epsilon for result in results if result.cell.epsilon is not None})
+    axes.set_xscale("log")
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
 

@@ -1,0 +1,100 @@
+"""What the paper printed, and in which order it is run."""
+
+from __future__ import annotations
+
+import pytest
+
+from dpkernels.repro.dp_kfc import TABLES
+from dpkernels.repro.tables import cells, in_running_order
+from dpkernels.repro.trials import folder_of, options_of
+from dpkernels.train.methods import METHODS
+
+EPSILONS = (0.5, 1, 2, 3, 5, 8)
+# A second copy, typed from notes on the paper; None where they have nothing.
+MNIST = {
+    "dp-sgd": (90.8, 91.7, 92.5, 92.9, 93.4, 93.7),
+    "adadps": (None, 91.3, 93.2, None, 93.6, 93.3),
+    "disk": (None, 93.7, 94.1, None, 94.3, 94.3),
+    "dp-adambc": (None, 94.0, 94.8, None, 95.2, 95.3),
+    "dp-kfc": (93.3, 94.2, 95.0, 95.3, 95.7, 95.9),
+    "dp-kfc-public": (94.7, 95.3, 95.7, 96.0, 96.2, 96.4),
+    "dp-kfc+adambc": (None, 95.5, 96.1, None, 96.4, 96.4),
+}
+FASHION = {"dp-sgd": 83.5, "dp-kfc-public": 87.6, "dp-kfc": 87.8, "dp-kfc-oracle": 88.3}
+IMDB = {("dp-sgd", 1): 82.9, ("dp-sgd", 8): 83.2, ("dp-kfc", 1): 85.1, ("dp-kfc", 8): 86.0}
+
+
+def means(number, title):
+    """Return what table ``number`` has for a data set, by method and epsilon."""
+    return {
+        (cell.row.method, cell.epsilon): cell.printed.mean
+        for cell in cells(TABLES[number])
+        if cell.block.title.startswith(title)
+    }
+
+
+@pytest.mark.parametrize("number", [1, 5, 6])
+def test_mnist_is_as_in_the_second_copy(number):
+    copy = {
+        (method, epsilon): mean
+        for method, row in MNIST.items()
+        for epsilon, mean in zip(EPSILONS, row, strict=True)
+        if mean is not None
+    }
+    found = means(number, "MNIST")
+    both = found.keys() & copy.keys()
+    assert len(both) == {1: 21, 5: 18, 6: 28}[number]
+    assert {key: found[key] for key in both} == {key: copy[key] for key in both}
+
+
+def test_the_other_data_sets_are_as_in_the_second_copy():
+    fashion, imdb = means(2, "FashionMNIST"), means(5, "IMDB")
+    assert {method: fashion[method, 1.0] for method in FASHION} == FASHION
+    # The notes have one row of AdaDPS, the public one.
+    assert fashion["adadps-public", 1.0] == 84.7
+    assert {key: imdb[key] for key in IMDB} == IMDB
+    assert means(7, "MNIST")["dp-kfc", 2.0] == 97.1
+
+
+def test_every_cell_that_is_run_has_options_and_a_folder_of_its_own(tmp_path):
+    for table in TABLES.values():
+        runnable = [cell for cell in cells(table) if cell.not_run is None]
+        chosen = [options_of(cell, seed, {}) for cell in runnable for seed in (0, 1)]
+        assert len({folder_of(tmp_path, options) for options in chosen}) == len(chosen) > 0
+        for cell in runnable:
+            options = options_of(cell, 0, {})
+            assert options.accountant == "rdp" and options.delta == 1e-5 and options.clip == 1
+            assert cell.epsilon in (options.epsilon, None)
+            # What has no epsilon in the table is what is trained without noise.
+            assert (cell.epsilon is None) == (METHODS[options.method].not_private is not None)
+
+
+def test_cells_that_tables_share_are_trained_once(tmp_path):
+    folders = {}
+    for number in (1, 5, 6):
+        for cell in cells(TABLES[number], [2.0], ["dp-kfc"]):
+            if cell.not_run is None and cell.block.title.startswith("MNIST"):
+                options = options_of(cell, 0, {})
+                folders.setdefault(folder_of(tmp_path, options), []).append(options)
+    (trained,) = folders.values()
+    assert len(trained) == 3 and trained[0] == trained[1] == trained[2]
+
+
+def test_epsilon_one_comes_first_and_every_method_before_the_next_seed():
+    trials = in_running_order(cells(TABLES[1], methods=["dp-sgd", "dp-kfc"]), seeds=2)
+    order = [(cell.epsilon, seed, cell.row.method) for cell, seed in trials]
+    pairs = [(epsilon, seed) for epsilon in (1.0, 2.0, 8.0) for seed in (0, 1)]
+    assert order == [(*pair, method) for pair in pairs for method in ("dp-sgd", "dp-kfc")]
+
+
+def test_what_is_not_run_is_not_in_the_order_and_what_has_no_budget_is_last():
+    trials = in_running_order(cells(TABLES[5]), seeds=1)
+    titles = {cell.block.title for cell, _ in trials}
+    assert titles == {"MNIST, CNN", "IMDB, logistic regression"}
+    assert [cell.epsilon for cell, _ in trials][-2:] == [None, None]
+    assert [cell.epsilon for cell, _ in trials][:6] == [1.0] * 6
+
+
+def test_an_epsilon_that_the_paper_lacks_has_nothing_printed():
+    (cell,) = cells(TABLES[1], [0.25], ["dp-sgd"])
+    assert cell.epsilon == 0.25 and cell.printed is None
