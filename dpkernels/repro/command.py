@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--epsilon", type=float, nargs="+", help="budgets (default: the table's)")
     add("--methods", nargs="+", help="as dpkernels train names them (default: the table's)")
     add("--seeds", type=int, default=3, help="trainings of each cell (default 3)")
-    add("--with-opacus", action="store_true", help="time Opacus' DP-SGD at epsilon 1, too")
+    add("--with-opacus", action="store_true", help="time Opacus' DP-SGD at the first epsilon")
     add("--data-dir", help="folder of the data sets (default $DPKERNELS_DATA)")
     add("--runs", type=Path, default=Path("runs") / "dp-kfc", help="folder of the trainings")
     add("--output", type=Path, default=Path("benchmarks") / "results", help="folder of the tables")
@@ -76,25 +76,19 @@ def _begin(options: argparse.Namespace) -> Progress:
 
 def _fill(progress: Progress, options: argparse.Namespace) -> None:
     """Train what is not trained yet, one after the other."""
-    from dpkernels.repro.opacus_peer import MODES
     from dpkernels.repro.tables import in_running_order
-    from dpkernels.repro.trials import folder_of, opacus_options, options_of, run, run_opacus
+    from dpkernels.repro.trials import folder_of, options_of, run
 
     changed: dict[str, Any] = {**progress.changed, "data_dir": options.data_dir}
-    trials = in_running_order(progress.cells, progress.seeds)
     if options.with_opacus:
-        for block in {cell.block.title: cell.block for cell, _ in trials}.values():
-            for mode in MODES:
-                print(f"{block.title}, Opacus' DP-SGD, {mode}", flush=True)
-                trial = run_opacus(opacus_options(block, changed), mode, options.runs)
-                progress.opacus.setdefault(block.title, {})[mode] = trial
+        _time_opacus(progress, options.runs, changed)
+    trials = in_running_order(progress.cells, progress.seeds)
     for number, (cell, seed) in enumerate(trials, 1):
         if cell in progress.missing:
             continue
         budget = "no epsilon" if cell.epsilon is None else f"epsilon {cell.epsilon:g}"
-        print(
-            f"[{number}/{len(trials)}] {cell.block.title}, {cell.row.label}, {budget}, seed {seed}"
-        )
+        what = f"{cell.block.title}, {cell.row.label}, {budget}, seed {seed}"
+        print(f"[{number}/{len(trials)}] {what}", flush=True)
         chosen = options_of(cell, seed, changed)
         try:
             trial = run(chosen, folder_of(options.runs, chosen), progress=not options.quiet)
@@ -104,7 +98,27 @@ def _fill(progress: Progress, options: argparse.Namespace) -> None:
             progress.missing[cell] = "its data files, or its public data's, were not there"
             continue
         progress.trials.setdefault(cell, {})[seed] = trial
-        print(f"  accuracy {trial.accuracy:.2f}, {trial.wall_seconds:.1f} s")
+        print(f"  accuracy {trial.accuracy:.2f}, {trial.wall_seconds:.1f} s", flush=True)
+
+
+def _time_opacus(progress: Progress, runs: Path, changed: dict[str, Any]) -> None:
+    """Train each data set of the table by Opacus' DP-SGD, at the epsilon that is run first."""
+    from dpkernels.repro.opacus_peer import MODES
+    from dpkernels.repro.trials import opacus_options, run_opacus
+
+    for block in progress.table.blocks:
+        epsilon = progress.compared_at(block)
+        if epsilon is None:
+            continue
+        chosen = opacus_options(block, epsilon, changed)
+        for mode in MODES:
+            print(f"{block.title}, Opacus' DP-SGD, {mode}, epsilon {epsilon:g}", flush=True)
+            try:
+                trial = run_opacus(chosen, mode, runs)
+            except FileNotFoundError as error:
+                print(f"dpkernels repro: {error}", file=sys.stderr)
+                break
+            progress.opacus.setdefault(block.title, {})[mode] = trial
 
 
 def _write(progress: Progress, output: Path) -> list[Path]:

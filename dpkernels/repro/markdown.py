@@ -59,7 +59,15 @@ def _block(block: Block, results: Sequence[Result], progress: Progress) -> list[
     parts = [f"## {block.title}", f"Settings: {settings}.", _grid(_COLUMNS, map(_row, shown))]
     opacus = progress.opacus.get(block.title)
     if opacus:
-        parts += _beside_opacus(shown, {mode: Ours.of([trial]) for mode, trial in opacus.items()})
+        epsilon = progress.compared_at(block)
+        parts += [
+            f"Beside Opacus' DP-SGD at epsilon {_epsilon(epsilon)}, one run of each mode; "
+            "how many times as fast:",
+            _beside_opacus(
+                [result for result in shown if result.cell.epsilon == epsilon],
+                {mode: Ours.of([trial]) for mode, trial in opacus.items()},
+            ),
+        ]
     return parts
 
 
@@ -79,12 +87,12 @@ def _row(result: Result) -> list[str]:
     ]
 
 
-def _beside_opacus(results: Sequence[Result], opacus: Mapping[str, Ours]) -> list[str]:
-    """Return speeds at epsilon = 1, and how many times Opacus' DP-SGD's they are.
+def _beside_opacus(results: Sequence[Result], opacus: Mapping[str, Ours]) -> str:
+    """Return speeds of both, and how many times Opacus' DP-SGD's they are.
 
     Of training, and of the whole run, which has the first estimate of curvature in it.
     """
-    ours = [(r.cell.row.label, r.ours) for r in results if r.cell.epsilon == 1.0 and r.ours]
+    ours = [(result.cell.row.label, result.ours) for result in results if result.ours]
     theirs = [(f"Opacus' DP-SGD, {mode}", value) for mode, value in opacus.items()]
     rows = []
     for label, one in [*ours, *theirs]:
@@ -94,10 +102,7 @@ def _beside_opacus(results: Sequence[Result], opacus: Mapping[str, Ours]) -> lis
         rows.append([label, _accuracy(one), *clocks, *(f"{r:.2f}x" for r in ratios)])
     columns = ["method", "accuracy", "wall-clock", "samples/s"]
     columns += [f"{what} vs. {mode}" for what in ("training", "whole run") for mode in opacus]
-    return [
-        "Beside Opacus' DP-SGD at epsilon = 1, one run of each mode; how many times as fast:",
-        _grid(columns, rows),
-    ]
+    return _grid(columns, rows)
 
 
 def _reasons(results: Sequence[Result]) -> list[str]:

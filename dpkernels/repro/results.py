@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpkernels.repro.tables import Block, Cell, Printed, Table
+from dpkernels.repro.tables import Block, Cell, Printed, Table, first_epsilon
 from dpkernels.repro.trials import Trial
 
 
@@ -80,6 +80,10 @@ class Progress:
     def results(self) -> list[Result]:
         """Return a result for each cell, in the table's order."""
         return [self._result(cell) for cell in self.cells]
+
+    def compared_at(self, block: Block) -> float | None:
+        """Return the epsilon of Opacus' trainings of ``block``: the one that is run first."""
+        return first_epsilon(self.cells, block)
 
     def settings(self, block: Block) -> dict[str, Any]:
         """Return what the rows of ``block`` share, as trained."""

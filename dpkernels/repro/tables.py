@@ -111,6 +111,12 @@ def in_running_order(wanted: Sequence[Cell], seeds: int) -> list[tuple[Cell, int
     return sorted(trained, key=lambda trial: (_rank(trial[0].epsilon), trial[1]))
 
 
+def first_epsilon(wanted: Sequence[Cell], block: Block) -> float | None:
+    """Return the budget at which ``block`` is run first, None if it is not run with any."""
+    run = [cell.epsilon for cell in wanted if cell.block is block and cell.not_run is None]
+    return min((epsilon for epsilon in run if epsilon is not None), key=_rank, default=None)
+
+
 def _rank(epsilon: Epsilon) -> tuple[int, float]:
     if epsilon is None:
         return 2, 0.0

@@ -49,9 +49,7 @@ def options_of(cell: Cell, seed: int, changed: Mapping[str, Any]) -> Options:
 
 def folder_of(runs: Path, options: Options) -> Path:
     """Return the folder of a training; tables that share a training share the folder."""
-    budget = f"eps-{options.epsilon:g}" if METHODS[options.method].not_private is None else "no-eps"
-    name = f"{options.dataset}-{options.model}"
-    return runs / name / options.method / budget / f"seed-{options.seed}"
+    return _folder(runs, options, options.method)
 
 
 def run(options: Options, folder: Path, *, progress: bool) -> Trial:
@@ -68,15 +66,15 @@ def run(options: Options, folder: Path, *, progress: bool) -> Trial:
     return _finished(options, folder, finish)
 
 
-def opacus_options(block: Block, changed: Mapping[str, Any]) -> Options:
-    """Return what Opacus' DP-SGD is run with: the block's settings at epsilon = 1, seed 0."""
-    given = {**block.settings, **changed, "method": "dp-sgd", "epsilon": 1.0, "seed": 0}
+def opacus_options(block: Block, epsilon: float, changed: Mapping[str, Any]) -> Options:
+    """Return what Opacus' DP-SGD is run with: the block's settings, seed 0."""
+    given = {**block.settings, **changed, "method": "dp-sgd", "epsilon": epsilon, "seed": 0}
     return filled_in(given)
 
 
 def run_opacus(options: Options, mode: str, runs: Path) -> Trial:
     """Return Opacus' training in ``mode``, ``hooks`` or ``ghost``; it is run in one piece."""
-    folder = runs / f"{options.dataset}-{options.model}" / f"opacus-{mode}"
+    folder = _folder(runs, options, f"opacus-{mode}")
 
     def finish() -> None:
         options.write(folder)
@@ -101,6 +99,12 @@ def _finished(options: Options, folder: Path, finish: Callable[[], None]) -> Tri
         finally:
             _note_attempt(folder, time.perf_counter() - begun)
     return _read(folder)
+
+
+def _folder(runs: Path, options: Options, method: str) -> Path:
+    private = METHODS[options.method].not_private is None
+    budget = f"eps-{options.epsilon:g}" if private else "no-eps"
+    return runs / f"{options.dataset}-{options.model}" / method / budget / f"seed-{options.seed}"
 
 
 def _check_same(options: Options, folder: Path) -> None:
