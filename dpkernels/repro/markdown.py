@@ -56,7 +56,8 @@ def _block(block: Block, results: Sequence[Result], progress: Progress) -> list[
     if not shown:
         return []
     settings = ", ".join(f"{name} {value}" for name, value in progress.settings(block).items())
-    parts = [f"## {block.title}", f"Settings: {settings}.", _grid(_COLUMNS, map(_row, shown))]
+    about = [f"Settings: {settings}.", *(f"Data: {note}." for note in progress.data(block))]
+    parts = [f"## {block.title}", " ".join(about), _grid(_COLUMNS, map(_row, shown))]
     opacus = progress.opacus.get(block.title)
     if opacus:
         epsilon = progress.compared_at(block)

@@ -79,6 +79,7 @@ def train_with_opacus(options: Options, mode: str) -> dict[str, Any]:
             seconds += time.perf_counter() - begun
             accuracy = evaluate(private, data.test)
     return {
+        "data": data.note,
         "accuracy": accuracy,
         # Its rate is 1 / steps of an epoch, so that an epoch draws all records on average.
         "samples_per_second": options.epochs * len(data.train) / max(seconds, 1e-9),

@@ -89,6 +89,11 @@ class Progress:
         """Return what the rows of ``block`` share, as trained."""
         return {**block.settings, **self.changed}
 
+    def data(self, block: Block) -> list[str]:
+        """Return what is to be known of the data that ``block`` was trained on."""
+        trials = [found for cell, found in self.trials.items() if cell.block is block]
+        return sorted({trial.data for found in trials for trial in found.values()})
+
     def commits(self) -> list[str]:
         """Return the commits that any training was made with."""
         ours = [trial for trials in self.trials.values() for trial in trials.values()]
@@ -116,6 +121,7 @@ def to_dict(progress: Progress, where: Mapping[str, Any]) -> dict[str, Any]:
         "settings": {
             block.title: progress.settings(block) for block in table.blocks if block.settings
         },
+        "data": {block.title: progress.data(block) for block in table.blocks if block.settings},
         "cells": [_cell(result) for result in progress.results()],
         "opacus_dp_sgd": {
             title: {mode: _trial(trial) for mode, trial in trials.items()}
@@ -143,4 +149,4 @@ def _printed(printed: Printed | None) -> dict[str, Any] | None:
 
 
 def _trial(trial: Trial) -> dict[str, Any]:
-    return {name: value for name, value in vars(trial).items() if name != "commits"}
+    return {name: value for name, value in vars(trial).items() if name not in ("commits", "data")}

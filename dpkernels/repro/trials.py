@@ -29,6 +29,7 @@ class Trial:
     accuracy: in percent. epsilon: really spent; None if there is no guarantee.
     samples_per_second: of training, refreshes included, evaluation left out.
     wall_seconds: of everything: data, calibration, first estimate, training, evaluation.
+    data: which part of the data set was there, and how it was normalised.
     commits: of the sources that ran, ``+`` where they differed from the commit.
     """
 
@@ -36,6 +37,7 @@ class Trial:
     epsilon: float | None
     samples_per_second: float
     wall_seconds: float
+    data: str
     commits: tuple[str, ...]
 
 
@@ -139,5 +141,6 @@ def _read(folder: Path) -> Trial:
         report["privacy"]["epsilon"],
         report["samples_per_second"],
         sum(one["seconds"] for one in attempts),
+        report["data"],
         tuple(sorted(commits)),
     )

@@ -105,6 +105,7 @@ def test_differences_in_markdown_are_those_of_its_columns(finished):
 def test_the_table_says_how_it_was_made_and_names_no_folder(finished, data_dir):
     text = markdown_of(finished)
     assert "Poisson sampling" in text and "Not the paper's settings: epochs = 1" in text
+    assert "Data: normalised by published constants." in text
     assert "batch_size 64, epochs 1" in text and "Seeds are fixed" in text
     written = content_of(finished)
     assert written["provenance"]["versions"]["torch"] == torch.__version__
