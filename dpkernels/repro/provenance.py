@@ -19,7 +19,7 @@ def collect() -> dict[str, Any]:
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         **commit(),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "versions": info.versions(),
@@ -48,7 +48,8 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """Return the processor's name, as far as the system knows it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
