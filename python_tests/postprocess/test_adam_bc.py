@@ -57,11 +57,42 @@ def test_the_second_moment_is_unbiased_under_any_noise(schedule) -> None:
 
 def test_where_noise_explains_everything_the_floor_sets_the_step() -> None:
     parameter = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    optimizer = DPAdamBC([parameter], lr=0.1, noise_std=1.0, floor=1e-4)
+    # Powers of two, whose products, roots and quotients are exact.
+    optimizer = DPAdamBC([parameter], lr=0.125, betas=(0.5, 0.75), noise_std=1.0, floor=2**-12)
     steps(optimizer, parameter, [torch.tensor([0.5, -0.5, 0.0], dtype=torch.float64)])
-    # m_hat = g, and v_hat - 1 < 0.
-    wanted = torch.tensor([-5.0, 5.0, 0.0], dtype=torch.float64)
-    assert torch.allclose(parameter, wanted, rtol=1e-12, atol=0)
+    # m_hat = g, and v_hat - 1 < 0: lr g / sqrt(floor).
+    assert parameter.tolist() == [-4.0, 4.0, 0.0]
+
+
+def test_moments_of_half_precision_parameters_are_those_of_float32() -> None:
+    torch.manual_seed(0)
+    gradients = torch.randn(300, 4096).bfloat16()
+    half, single = (nn.Parameter(torch.zeros(4096, dtype=x)) for x in (torch.bfloat16, None))
+    both = [DPAdamBC([p], lr=0.01, noise_std=1.0) for p in (half, single)]
+    for optimizer, parameter in zip(both, (half, single), strict=True):
+        steps(optimizer, parameter, gradients.to(parameter.dtype))
+    wanted, got = both[1].state[single], both[0].state[half]
+    assert wanted.keys() == got.keys()
+    assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+    assert half.dtype == torch.bfloat16 and half.any()
+
+
+def test_a_checkpoint_does_not_round_the_moments(tmp_path) -> None:
+    torch.manual_seed(0)
+    gradients = torch.randn(6, 7).bfloat16()
+    straight, resumed = (nn.Parameter(torch.zeros(7, dtype=torch.bfloat16)) for _ in range(2))
+    whole = DPAdamBC([straight], noise_std=0.5)
+    steps(whole, straight, gradients[:3])
+    torch.save(whole.state_dict(), tmp_path / "state.pt")
+    resumed.data.copy_(straight)
+    other = DPAdamBC([resumed], noise_std=0.5)
+    state = torch.load(tmp_path / "state.pt")
+    other.load_state_dict(state)
+    for optimizer, parameter in ((whole, straight), (other, resumed)):
+        steps(optimizer, parameter, gradients[3:])
+    for name, value in whole.state[straight].items():
+        assert torch.equal(other.state[resumed][name], value)
+        assert not torch.equal(state["state"][0][name], value)  # it was copied
 
 
 @pytest.mark.parametrize("count", [1, 5, 200])
