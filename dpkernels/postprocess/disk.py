@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpkernels.postprocess.adam_bc import DPAdamBC
-from dpkernels.postprocess.noise_level import NoiseOf, NoisyTraining
+from dpkernels.postprocess.noise_level import NoiseOf, NoiseStd, NoisyTraining, current
 
 
 class DiSK(Optimizer):
@@ -36,11 +36,15 @@ class DiSK(Optimizer):
         with optimizer.at_iterate():
             accuracy = evaluate(model)
 
-    Both are computed from released gradients: there is nothing private about the shift. Checkpoints
-    (``state_dict``, ``PrivateRun.save``) are taken outside of ``at_iterate``. An optimizer that
-    knows its noise, ``DPAdamBC``, must know what the filter leaves of it: ``follow(training)``.
+    Both are computed from released gradients: there is nothing private about the shift. Steps and
+    checkpoints (``state_dict``, ``PrivateRun.save``) are refused inside of ``at_iterate``.
 
-    Cost: two numbers for each parameter, and five passes over them.
+    A ``DPAdamBC`` as the optimizer is told what the filter leaves of the noise, whether it was to
+    follow the training itself, had a number, or ``follow(training)`` is called here::
+
+        v_t = (1 - kappa)^2 v_(t-1) + kappa^2 noise_std_t^2,  v_1 = noise_std_1^2
+
+    Cost: two numbers for each parameter, in its own precision, and five passes over them.
     """
 
     def __init__(self, optimizer: Optimizer, kappa: float = 0.7) -> None:
@@ -49,35 +53,51 @@ class DiSK(Optimizer):
         self.kappa = kappa
         self.gamma = (1 - kappa) / kappa
         self.optimizer = optimizer
-        self._variance = 1.0  # of the filtered noise, in units of the gradient's own
+        self.noise_std: NoiseStd | None = None  # of the private gradient
+        self._variance = 0.0  # of the filtered noise, if it is known
+        self._evaluated = False  # whether parameters are at x_t, by at_iterate
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
 
-    @property
-    def noise_scale(self) -> float:
-        """Noise of the filtered gradient, in units of the gradient's: sqrt(kappa / (2 - kappa)).
-
-        More in the first steps; of noise that is the same in all of them.
-        """
+    def filtered_noise_std(self) -> float:
+        """Return the standard deviation of the noise on every element of g_t; 0 if not known."""
         return math.sqrt(self._variance)
 
     def follow(self, training: NoisyTraining) -> None:
-        """Tell the optimizer, if it is one that asks, how much noise the filter leaves."""
+        """Take the noise of every gradient from the training that releases it, schedules too."""
+        self.noise_std = NoiseOf(training)
         if isinstance(self.optimizer, DPAdamBC):
-            noise = NoiseOf(training)
-            self.optimizer.noise_std = lambda: self.noise_scale * noise()
+            self.optimizer.noise_std = self.filtered_noise_std
+
+    def _take_over_noise(self) -> None:
+        """Stand between the noise and an optimizer that knows it, however it was told.
+
+        Raises RuntimeError if nobody has told it.
+        """
+        inner = self.optimizer
+        if not isinstance(inner, DPAdamBC) or inner.noise_std == self.filtered_noise_std:
+            return
+        if inner.noise_std is None:
+            raise RuntimeError(
+                "DiSK.step: the noise that DPAdamBC is to take out is not known; call "
+                "follow(training) with what make_private returned, or pass DPAdamBC its noise_std"
+            )
+        self.noise_std, inner.noise_std = inner.noise_std, self.filtered_noise_std
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Filter the gradients, let the optimizer step from x_t, and go to the next shifted point.
 
-        Raises ValueError for a closure, which would ask for gradients at other points.
+        Raises ValueError for a closure, which would ask for gradients at other points, RuntimeError
+        inside of ``at_iterate``.
         """
         if closure is not None:
             raise ValueError(
                 "DiSK.step: it takes no closure, whose gradients would be at other points; call "
                 "backward(), then step()"
             )
+        self._check_shifted("step")
+        self._take_over_noise()
         pairs = [(p, p.grad) for p in self._parameters() if p.grad is not None]
         parameters, gradients = [p for p, _ in pairs], [g for _, g in pairs]
         if not pairs:
@@ -99,11 +119,14 @@ class DiSK(Optimizer):
         self, parameters: list[Tensor], gradients: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return x_t and g_t; in the first step the parameters and gradients, copied."""
+        noise = 0.0 if self.noise_std is None else current("DiSK.step", self.noise_std)
         if not self.state:
+            self._variance = noise**2
             for p, gradient in zip(parameters, gradients, strict=True):
                 self.state[p] = {"iterate": p.detach().clone(), "filtered": gradient.clone()}
         else:
-            self._variance = (1 - self.kappa) ** 2 * self._variance + self.kappa**2
+            self._variance *= (1 - self.kappa) ** 2
+            self._variance += (self.kappa * noise) ** 2
         for p in parameters:
             if p not in self.state:
                 raise RuntimeError(
@@ -119,24 +142,37 @@ class DiSK(Optimizer):
         """Have x_t in the parameters, for an evaluation, and then the shifted point again."""
         parameters = [p for p in self._parameters() if p in self.state]
         shifted = [p.detach().clone() for p in parameters]
+        before, self._evaluated = self._evaluated, True
         with torch.no_grad():
             for p in parameters:
                 p.copy_(self.state[p]["iterate"])
         try:
             yield
         finally:
+            self._evaluated = before
             with torch.no_grad():
                 for p, value in zip(parameters, shifted, strict=True):
                     p.copy_(value)
+
+    def _check_shifted(self, name: str) -> None:
+        if self._evaluated:
+            raise RuntimeError(
+                f"DiSK.{name}: inside of at_iterate() parameters are not at the point where the "
+                "next gradient is to be; train and save checkpoints outside of it"
+            )
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the filter's state and, under ``optimizer``, that of the optimizer."""
+        """Return the filter's state and, under ``optimizer``, that of the optimizer.
+
+        Raises RuntimeError inside of ``at_iterate``: the parameters beside it would be others.
+        """
+        self._check_shifted("state_dict")
         return super().state_dict() | {
             "optimizer": self.optimizer.state_dict(),
-            "variance": self._variance,
+            "noise_variance": self._variance,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -145,4 +181,4 @@ class DiSK(Optimizer):
         super().load_state_dict(own)
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.param_groups = self.optimizer.param_groups
-        self._variance = state_dict["variance"]
+        self._variance = state_dict["noise_variance"]
