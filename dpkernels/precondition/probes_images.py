@@ -60,14 +60,15 @@ class ColouredNoise(Synthetic):
 
     def batch(self, size: int, generator: Generator) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return images ``[size, C, *size]`` and targets ``[size]``."""
+        wide = torch.promote_types(self.dtype, torch.float32)  # there is no transform of others
         images = torch.randn(
-            size, *self.shape, generator=generator, dtype=self.dtype, device=generator.device
+            size, *self.shape, generator=generator, dtype=wide, device=generator.device
         )
         if self.power > 0:
             axes = tuple(range(2, images.dim()))
             spectrum = torch.fft.rfftn(images, dim=axes) * self._amplitudes.to(images)
             images = torch.fft.irfftn(spectrum, s=self.shape[1:], dim=axes)
-        return (images,), draw_labels(self.classes, size, generator)
+        return (images.to(self.dtype),), draw_labels(self.classes, size, generator)
 
     @cached_property
     def _amplitudes(self) -> Tensor:

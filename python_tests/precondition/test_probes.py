@@ -116,6 +116,14 @@ def test_channels_are_independent_and_pixels_are_not() -> None:
     assert beside > bound
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("power", [0.0, 1.0])
+def test_noise_in_half_precision_is_rounded_once(dtype, power) -> None:
+    (exact,), _ = ColouredNoise((2, 6, 5), power).batch(8, generator())
+    (images,), _ = ColouredNoise((2, 6, 5), power, dtype=dtype).batch(8, generator())
+    assert torch.equal(images, exact.to(dtype))
+
+
 def test_white_noise_is_the_generators_own() -> None:
     (images,), _ = ColouredNoise((3, 4, 5), 0.0).batch(6, generator())
     assert torch.equal(images, torch.randn(6, 3, 4, 5, generator=generator()))
