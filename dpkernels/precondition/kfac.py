@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -16,9 +17,10 @@ from dpkernels.ops.factor import Diagonal, Factor, Full, LowRank
 from dpkernels.precondition.estimate import Loss, estimate_moments, no_moments
 from dpkernels.precondition.moments import Estimation, LayerMoments, Sharing, WhichSides
 from dpkernels.precondition.probes import Probe
-from dpkernels.precondition.report import KfacReport, LayerFactors
+from dpkernels.precondition.report import KfacReport, LayerFactors, mean_eigenvalue
 
 Normalise = Literal["none", "damping", "factors"]
+_STATE = {"steps", "refreshes", "generator", "estimation", "not_private", "moments"}
 
 
 class Kfac:
@@ -31,7 +33,7 @@ class Kfac:
     model: the one to be trained, before or after ``make_private``.
     probe: where inputs and targets come from; nothing else is looked at. Synthetic or public ones,
         and parameters that were released, cost no privacy. Of private ones ``not_private`` says so,
-        and a run has no epsilon then.
+        and a run has no epsilon then. One that does not say is refused.
     loss: ``loss(outputs, targets)``: a sum over samples, or ``[B]``. An average is refused.
     batches, batch_size: how many probes a refresh takes.
     damping: what is added to A and to G: pi + gamma of Algorithm 1, which adds one before and one
@@ -100,6 +102,7 @@ class Kfac:
                 raise ValueError(f"Kfac: {name} must be one of {', '.join(choices)}, got {value!r}")
         if diagonal and rank is not None:
             raise ValueError(f"Kfac: a diagonal has no rank, got diagonal=True and rank={rank}")
+        _check_says(probe)
         self.damping, self.normalise, self.rank = damping, normalise, rank
         self.refresh_every = refresh_every
         self.refreshes = 0
@@ -110,14 +113,20 @@ class Kfac:
         # the next.
         self._generator = torch.Generator().manual_seed(seed)
         self._steps = 0
+        self._void: str | None = None  # of all probes that factors have come from
         self._moments: dict[str, LayerMoments] = {}
         self._sides: dict[str, Sides] = {}
         self._seconds = self._root_seconds = 0.0
 
     @property
     def not_private(self) -> str | None:
-        """Why there is no guarantee with these probes; None unless they hold private data."""
-        return self._probe.not_private
+        """Why there is no guarantee; None unless probes hold private data, now or ever before.
+
+        It stays, and goes through checkpoints: whatever was trained with such factors depends on
+        them. A probe that has ceased to say counts as private, not as silent.
+        """
+        silent = "the probe does not say whether it draws from private data"
+        return self._void or getattr(self._probe, "not_private", silent)
 
     @property
     def layers(self) -> frozenset[str]:
@@ -153,7 +162,7 @@ class Kfac:
         moments = estimate_moments(self._model, batches, self._loss, self._how)
         estimated = time.perf_counter()
         sides = self._sides_of(moments)
-        self._moments, self._sides = moments, sides
+        self._moments, self._sides, self._void = moments, sides, self.not_private
         self.refreshes += 1
         end = time.perf_counter()
         self._seconds, self._root_seconds = end - start, end - estimated
@@ -162,7 +171,7 @@ class Kfac:
         """Return which layers have which factors, why others have none, and what they cost."""
         self._ensure()
         return KfacReport(
-            tuple(self._described(name, moments) for name, moments in self._moments.items()),
+            tuple(LayerFactors.of(x, self.sides(name)) for name, x in self._moments.items()),
             f"{self._batches} x {self._batch_size} of {self._probe.describe()}",
             self.damping,
             self.refreshes,
@@ -178,22 +187,37 @@ class Kfac:
             "steps": self._steps,
             "refreshes": self.refreshes,
             "generator": self._generator.get_state(),
+            "estimation": dataclasses.asdict(self._how),
+            "not_private": self.not_private,
             "moments": {name: x.state_dict() for name, x in self._moments.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after a checkpoint with the factors that it was made with.
 
-        Raises ValueError for a state of other layers.
+        Factors of private probes make this not private, whatever its own probe is. Raises
+        ValueError for a state of other layers, or of moments of another kind.
         """
+        op = "Kfac.load_state_dict"
+        if missing := _STATE - state.keys():
+            raise ValueError(
+                f"{op}: state lacks {', '.join(sorted(missing))}; pass what state_dict() returned"
+            )
+        wanted = dataclasses.asdict(self._how)
+        if state["estimation"] != wanted:
+            raise ValueError(
+                f"{op}: state must be of moments with {wanted}, got {state['estimation']}; make "
+                "the preconditioner as it was saved"
+            )
         moments = no_moments(self._model, self._how)
         if moments.keys() != state["moments"].keys():
             raise ValueError(
-                f"Kfac.load_state_dict: state must be of the layers {list(moments)}, got "
+                f"{op}: state must be of the layers {list(moments)}, got "
                 f"{list(state['moments'])}; load it for the model that it was saved with"
             )
         for name, x in moments.items():
             x.load_state_dict(state["moments"][name])
+        self._void = self._void or state["not_private"]
         self._moments, self._sides = moments, self._sides_of(moments)
         self._steps, self.refreshes = state["steps"], state["refreshes"]
         self._generator.set_state(state["generator"])
@@ -205,7 +229,7 @@ class Kfac:
         means = [1.0] * len(there)
         if self.normalise != "none":
             # Errors that are all zero have the mean 0, and the root of the damping.
-            means = [_mean_eigenvalue(x) or 1.0 for x in there]
+            means = [mean_eigenvalue(x) or 1.0 for x in there]
         units = [x if mean == 1 else x / mean for x, mean in zip(there, means, strict=True)]
         factors = inverse_roots(units, self.damping, self.rank)
         if self.normalise == "damping":
@@ -220,13 +244,15 @@ class Kfac:
         if self.refreshes == 0:
             self.refresh()
 
-    def _described(self, name: str, moments: LayerMoments) -> LayerFactors:
-        a, g = (
-            None if moment is None else _mean_eigenvalue(moment)
-            for moment in (moments.activations, moments.errors)
+
+def _check_says(probe: Probe) -> None:
+    """Raise ValueError unless the probe says whether it draws from private data."""
+    said = getattr(probe, "not_private", False)
+    if said is not None and not (isinstance(said, str) and said):
+        raise ValueError(
+            f"Kfac: probe must say in not_private why there is no guarantee, or None if it draws "
+            f"from no private data, got {said!r} from {type(probe).__name__}"
         )
-        sides = self._sides.get(name, IDENTITY).describe()
-        return LayerFactors(name, type(moments.layer.module).__name__, sides, a, g, moments.why())
 
 
 def inverse_roots(
@@ -262,7 +288,3 @@ def _scaled(factor: Factor, scale: float) -> Factor:
     if isinstance(factor, Diagonal):
         return Diagonal(factor.values * scale)
     return LowRank(factor.vectors, factor.values * scale, factor.tail * scale)
-
-
-def _mean_eigenvalue(moment: Tensor) -> float:
-    return float((moment if moment.dim() == 1 else moment.diagonal()).mean())

@@ -121,9 +121,11 @@ class LayerMoments:
         return {"A": self._a.state_dict(), "G": self._g.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` returned; tensors are copied."""
-        self._a.load_state_dict(state["A"])
-        self._g.load_state_dict(state["G"])
+        """Go on from what ``state_dict`` returned; tensors are copied, to the layer's device."""
+        device = next(iter(self.layer.parameters.values())).device
+        for running, one in ((self._a, state["A"]), (self._g, state["G"])):
+            mean = one["mean"]
+            running.load_state_dict(one | {"mean": None if mean is None else mean.to(device)})
 
     def _add_rows(
         self,

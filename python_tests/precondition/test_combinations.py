@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
+from dpkernels.precondition import PrivateData
+from dpkernels.privacy.mechanism import NotPrivate
 from python_tests.precondition.runs import MODELS, OPTIMIZERS, made, outcome, train
 
 FORMS = {
@@ -58,3 +61,20 @@ def test_bfloat16_models_are_trained_with_float32_factors(model) -> None:
         assert value.isfinite().all()
         if not factor:
             assert torch.equal(value, start[name]) == ("frozen" in name), name
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_run_that_goes_on_with_an_oracles_factors_has_no_epsilon(steps, tmp_path: Path) -> None:
+    records = MODELS["mlp"][1].batch(20, torch.Generator())
+    oracle = PrivateData(TensorDataset(*records[0], records[1]), not_private=True)
+    first, _ = made("mlp", probe=oracle)
+    train(first, steps)
+    first.save(tmp_path / "run.pt")
+    resumed, kfac = made("mlp")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the fixed seed
+        resumed.load(tmp_path / "run.pt")
+    train(resumed, steps + 3)
+    assert kfac.refreshes > 1  # from synthetic probes, at parameters that the oracle's led to
+    with pytest.raises(NotPrivate, match="estimated from private records"):
+        resumed.epsilon(1e-3)

@@ -220,7 +220,7 @@ def test_autocast_around_a_refresh_changes_nothing():
     assert torch.equal(plain.sides("3").left.matrix, inside.sides("3").left.matrix)
 
 
-def test_private_probes_are_passed_on():
+def test_private_probes_are_passed_on_and_not_forgotten():
     probe = White(1, 4, 4)
     kfac = Kfac(network(), probe, cross_entropy, batches=1)
     training, _ = private(kfac._model, 1.0, preconditioner=kfac)
@@ -228,6 +228,80 @@ def test_private_probes_are_passed_on():
     probe.not_private = "factors of the private data"
     assert training.void == "factors of the private data"
     assert "not private: factors of the private data" in str(kfac.report())
+    kfac.refresh()
+    probe.not_private = None
+    kfac.refresh()
+    assert training.void == "factors of the private data"
+
+
+def test_private_factors_stay_private_in_a_checkpoint():
+    probe = White(1, 4, 4)
+    probe.not_private = "factors of the private data"
+    state = Kfac(network(), probe, cross_entropy, batches=1).state_dict()
+    kfac = Kfac(network(), White(1, 4, 4), cross_entropy, batches=1)
+    training, _ = private(kfac._model, 1.0, preconditioner=kfac)
+    kfac.load_state_dict(state)
+    assert training.void == "factors of the private data"
+    again = Kfac(network(), White(1, 4, 4), cross_entropy, batches=1)
+    again.load_state_dict(kfac.state_dict())
+    again.refresh()
+    assert again.not_private == "factors of the private data"
+    del state["not_private"]
+    with pytest.raises(ValueError, match="state lacks not_private"):
+        again.load_state_dict(state)
+
+
+@pytest.mark.parametrize("said", ["nothing", False, True, ""])
+def test_a_probe_that_does_not_say_whether_it_is_private_is_refused(said):
+    class Silent:
+        batch, describe = White(1, 4, 4).batch, White(1, 4, 4).describe
+
+    probe = Silent()
+    if said != "nothing":
+        probe.not_private = said
+    with pytest.raises(ValueError, match="probe must say in not_private"):
+        Kfac(network(), probe, cross_entropy)
+    probe.not_private = None
+    kfac = Kfac(network(), probe, cross_entropy, batches=1)
+    training, _ = private(kfac._model, 1.0, preconditioner=kfac)
+    del probe.not_private
+    assert "does not say" in training.void
+
+
+def test_moments_of_another_kind_are_refused():
+    state = Kfac(network(), White(1, 4, 4), cross_entropy, batches=1, diagonal=True).state_dict()
+    kfac = Kfac(network(), White(1, 4, 4), cross_entropy, batches=1)
+    with pytest.raises(ValueError, match=r"state must be of moments with .*'diagonal': False"):
+        kfac.load_state_dict(state)
+
+
+@pytest.mark.parametrize("form", OPTIONS)
+def test_the_report_shows_how_much_a_factor_stretches(form):
+    options = {"batches": 1, "batch_size": 64, **OPTIONS[form]}
+    kfac = Kfac(network().double(), White(1, 4, 4), cross_entropy, **options)
+    for row in kfac.report().layers:
+        sides = kfac.sides(row.name)
+        for factor, stretch in ((sides.right, row.stretch_a), (sides.left, row.stretch_g)):
+            if factor is None:
+                assert stretch is None
+                continue
+            wanted = float(torch.linalg.cond(factor.dense()))
+            # Eigenvalues and singular values err by n ulps of the largest, which are that many
+            # times the stretch of the smallest.
+            ulps = 4 * factor.size * wanted
+            assert stretch == pytest.approx(wanted, rel=ulps * 2**-52)
+        assert "identity" not in row.why
+
+
+def test_the_report_says_which_sides_damping_has_drowned():
+    # A convolution's G is a mean over positions: here about a thousandth of the damping.
+    kfac = Kfac(network(), White(1, 4, 4), cross_entropy, batches=1, damping=1.0)
+    rows = {layer.name: layer for layer in kfac.report().layers}
+    assert rows["0"].why == "G: a multiple of the identity" and rows["0"].stretch_g < 1.01
+    factor = kfac.sides("0").left.matrix
+    scale = factor.trace() / len(factor)
+    assert torch.linalg.matrix_norm(factor - scale * torch.eye(len(factor)), 2) < 0.01 * scale
+    assert rows["3"].why == "" and "G: a multiple of the identity" in str(kfac.report())
 
 
 class Everything(nn.Module):

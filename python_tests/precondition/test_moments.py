@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dpkernels.precondition import Estimation, Kfac, estimate_moments
+from dpkernels.precondition.estimate import no_moments
 from python_tests.engine.test_transposed_linear import Conv1D
 from python_tests.precondition.factors import (
     Fixed,
@@ -242,3 +243,15 @@ def test_frozen_parameters_have_no_column_and_no_side():
     assert moments["0"].activations is None
     assert_close_at_scale(moments["0"].errors, g)
     assert_close_at_scale(moments["2"].activations, a[:-1, :-1])
+
+
+def test_moments_are_loaded_beside_the_layer():
+    # Checkpoints are read to the CPU; meta stands in for a device that need not be there.
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    probe = probes(4)
+    saved = found(model.double(), probe)
+    model.to("meta")
+    for name, moments in no_moments(model, Estimation()).items():
+        moments.load_state_dict(saved[name].state_dict())
+        assert moments.activations.device.type == moments.errors.device.type == "meta"
+        assert moments.activations.shape == saved[name].activations.shape
