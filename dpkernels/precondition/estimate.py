@@ -57,6 +57,8 @@ def estimate_moments(
             if index == 0:
                 _check_summed(model, inputs, targets, loss)
             loss(model(*inputs), targets).sum().backward()
+    for one in moments.values():
+        one.settle()
     return moments
 
 

