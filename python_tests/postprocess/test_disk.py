@@ -17,7 +17,7 @@ KAPPA = 0.4
 @pytest.mark.parametrize("schedule", [lambda t: 1.0, lambda t: 2.0 * 0.8**t])
 def test_the_noise_that_is_left_is_the_one_that_is_stated(schedule) -> None:
     torch.manual_seed(0)
-    n, count = 200_000, 20
+    n, count = 100_000, 20
     parameter = nn.Parameter(torch.zeros(n, dtype=torch.float64))
     std = 0.0
     disk = DiSK(DPAdamBC([parameter], lr=0.0, noise_std=lambda: std), KAPPA)
