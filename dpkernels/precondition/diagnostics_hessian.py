@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# Of each element in one step: the product, and two passes of projection.
+_ROUNDINGS = 4
 
 
 @dataclass(frozen=True)
@@ -16,16 +20,26 @@ class Spectrum:
     """Eigenvalues that stand for many: nodes ``[k]`` and their weights ``[k]``, which add up to 1.
 
     A mean over all eigenvalues of a function is about the weighted mean over the nodes.
+    size: how many eigenvalues there are. Not private if it is of private samples.
     """
 
     nodes: Tensor
     weights: Tensor
+    size: int
 
     def density(self, at: Tensor, width: float) -> Tensor:
         """Return the density at points ``[n]``, every node smeared out by a Gaussian."""
         distance = (at.double()[:, None] - self.nodes) / width
         bells = torch.exp(-0.5 * distance.square()) / (width * math.sqrt(2 * math.pi))
         return bells @ self.weights
+
+    def decay(self) -> tuple[Tensor, Tensor]:
+        """Return magnitudes ``[k]``, largest first, and how many eigenvalues are as large ``[k]``.
+
+        The latter are expected numbers, from 0 to ``size`` (DP-KFC, Fig. 7).
+        """
+        magnitudes, order = self.nodes.abs().sort(descending=True)
+        return magnitudes, self.size * self.weights[order].cumsum(0)
 
 
 def hessian_spectrum(
@@ -46,7 +60,8 @@ def hessian_spectrum(
 
     The model is copied, and evaluated without dropout. Not private if the samples are. Cost:
     ``vectors * steps`` products of Hessian and vector, about four passes each, and ``steps``
-    vectors of all parameters in memory. Raises ValueError if ``steps`` or ``vectors`` is below 1.
+    vectors of all parameters in memory. Raises ValueError if ``steps`` or ``vectors`` is below 1,
+    or for a gradient that is not finite.
     """
     if steps < 1 or vectors < 1:
         raise ValueError(
@@ -54,9 +69,16 @@ def hessian_spectrum(
         )
     model = copy.deepcopy(model).eval()
     parameters = [p for p in model.parameters() if p.requires_grad]
-    mean = loss(model(*inputs), targets).sum() / targets.shape[0]
+    # Fused attention has no second derivatives.
+    with sdpa_kernel(SDPBackend.MATH):
+        mean = loss(model(*inputs), targets).sum() / targets.shape[0]
     gradients = torch.autograd.grad(mean, parameters, create_graph=True, materialize_grads=True)
     gradient = torch.cat([g.flatten() for g in gradients])
+    if not gradient.isfinite().all():
+        raise ValueError(
+            "hessian_spectrum: the gradient of the loss must be finite, got infinities or NaN; "
+            "check parameters, inputs and loss"
+        )
 
     def product(vector: Tensor) -> Tensor:
         parts = torch.autograd.grad(
@@ -74,7 +96,7 @@ def hessian_spectrum(
     nodes = torch.cat([spectrum.nodes for spectrum in found])
     weights = torch.cat([spectrum.weights for spectrum in found]) / vectors
     order = nodes.argsort()
-    return Spectrum(nodes[order], weights[order])
+    return Spectrum(nodes[order], weights[order], len(gradient))
 
 
 def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> Spectrum:
@@ -94,8 +116,9 @@ def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> S
         for _ in range(2):
             image = image - known.T @ (known @ image)
         length = float(image.norm())
-        # What is left is rounding: the space of the vectors so far is invariant.
-        if length <= scale * len(start) * torch.finfo(image.dtype).eps:
+        # What is left is rounding: the space of the vectors so far is invariant. Errors of n
+        # elements add up as sqrt(n); n eps would be more than 1 for large models in float32.
+        if length <= _ROUNDINGS * scale * len(start) ** 0.5 * torch.finfo(image.dtype).eps:
             break
         beside.append(length)
         basis.append(image / length)
@@ -104,4 +127,4 @@ def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> S
     matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
     matrix = matrix + torch.diag(sides, 1) + torch.diag(sides, -1)
     nodes, eigenvectors = torch.linalg.eigh(matrix)
-    return Spectrum(nodes, eigenvectors[0].square())
+    return Spectrum(nodes, eigenvectors[0].square(), len(start))
