@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from dpkernels.diagnose import command as diagnose_command
 from dpkernels.privacy import calibrate_command
 from dpkernels.repro import command as repro_command
 from dpkernels.train import command as train_command
@@ -53,6 +54,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     repro_command.add_arguments(repro)
     repro.set_defaults(run=repro_command.run)
+    diagnose = commands.add_parser(
+        "diagnose",
+        help="spectra, alignment, signal to noise, clipping, Hessian of a model: not private",
+        description=diagnose_command.DESCRIPTION,
+    )
+    diagnose_command.add_arguments(diagnose)
+    diagnose.set_defaults(run=diagnose_command.run)
     return parser
 
 

@@ -50,6 +50,16 @@ ALLOWED = {
         "dpkernels.postprocess",
         *ROOM_OF_OPS,
     ),
+    "diagnose": (
+        "dpkernels.diagnose",
+        "dpkernels.train",
+        "dpkernels.run",
+        "dpkernels.engine",
+        "dpkernels.privacy",
+        "dpkernels.precondition",
+        "dpkernels.postprocess",
+        *ROOM_OF_OPS,
+    ),
     "repro": ("dpkernels.repro", "dpkernels.train", "dpkernels.info"),
     "federated": ("dpkernels.federated", "dpkernels.engine", "dpkernels.privacy", *ROOM_OF_OPS),
 }
@@ -102,6 +112,7 @@ def test_the_import_rule(part: str) -> None:
         ("from dpkernels.opacus import PrivacyEngine", "run"),
         ("from dpkernels import ops", "backend.py"),
         ("from dpkernels.repro import tables", "train"),
+        ("from dpkernels.diagnose import measures", "train"),
         ("from dpkernels.precondition import kfac", "repro"),
     ],
 )

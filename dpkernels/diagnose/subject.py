@@ -1,0 +1,184 @@
+"""What is diagnosed: a model with its data and noise, new or from a finished training."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dpkernels.engine.private import make_private
+from dpkernels.ops.noise import NoiseKey
+from dpkernels.postprocess import DiSK, DPAdamBC
+from dpkernels.precondition.probes import ColouredNoise, PrivateData, Probe, PublicData
+from dpkernels.privacy.calibration import calibrate_noise_multiplier
+from dpkernels.privacy.samplers import PoissonSampler
+from dpkernels.run.loader import PrivateLoader
+from dpkernels.train.data import Data, load, load_public
+from dpkernels.train.methods import METHODS, Setting, make_optimizer, sum_of_losses, synthetic_probe
+from dpkernels.train.models import build
+from dpkernels.train.options import Options, resumed
+from dpkernels.train.outputs import MODEL, REPORT
+
+_SEED = 0  # figures can be drawn again; nothing here is private anyway
+_POINTS = 10  # of a history, beside the first
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, where its curvature may come from, and the noise of its training.
+
+    sources: probes by name; ``oracle`` is the private data itself.
+    noise_multiplier: that keeps the whole training, of ``options.epochs``, within its budget.
+    steps: of training that the model had before. notes: for people.
+    """
+
+    options: Options
+    data: Data
+    model: nn.Module
+    sources: Mapping[str, Probe]
+    noise_multiplier: float
+    steps: int
+    notes: tuple[str, ...]
+
+    @property
+    def seed(self) -> int:
+        """Of everything that is drawn."""
+        return _SEED if self.options.seed is None else self.options.seed
+
+
+def new_subject(options: Options) -> Subject:
+    """Return a model with fresh parameters."""
+    return _subject(options, None)
+
+
+def load_subject(folder: Path, given: Mapping[str, Any]) -> Subject:
+    """Return the model of the finished training in ``folder``, whose options it has.
+
+    Raises FileNotFoundError if it is not finished, ValueError where ``given`` has other options.
+    """
+    if not (folder / MODEL).exists() or not (folder / REPORT).exists():
+        raise FileNotFoundError(
+            f"checkpoint: {folder} has no {MODEL} and {REPORT}; name the --output of a dpkernels "
+            "train that came to its end"
+        )
+    return _subject(resumed(folder, given), folder)
+
+
+def _subject(options: Options, folder: Path | None) -> Subject:
+    data = load(options.dataset, options.data_dir)
+    torch.manual_seed(_SEED if options.seed is None else options.seed)
+    model, steps = build(options.model, data.shape, data.classes), 0
+    if folder is not None:
+        model.load_state_dict(torch.load(folder / MODEL, weights_only=True))
+        steps = json.loads((folder / REPORT).read_text())["privacy"]["steps"]
+    sources, notes = _sources(data, options.data_dir)
+    with _seeds_are_known():
+        loader = _loader(options, data)
+    sigma = calibrate_noise_multiplier(
+        options.epsilon,
+        options.delta,
+        options.epochs * len(loader),
+        loader.sampling,
+        accountant=options.accountant,
+    )
+    return Subject(options, data, model, sources, sigma, steps, notes)
+
+
+def train_steps(subject: Subject, steps: int, look: Callable[[int], None]) -> None:
+    """Train the subject's model for so many steps, and call ``look(step)`` on the way.
+
+    It is called before the first step, after the last, and about ten times between. As in
+    ``dpkernels train``: the options' method, Poisson sampling, clip and noise. Raises ValueError
+    for a method without clip and noise.
+    """
+    look(subject.steps)
+    if steps == 0:
+        return
+    options, model, method = subject.options, subject.model, METHODS[subject.options.method]
+    if method.not_private is not None:
+        raise ValueError(
+            f"method must be one with clip and noise, got {options.method}; pass a --checkpoint of "
+            "dpkernels train"
+        )
+    refresh = options.refresh_every or max(1, steps // _POINTS)
+    setting = Setting(model, subject.data, options.data_dir, options.lr, refresh, subject.seed)
+    optimizer = make_optimizer(method, options.optimizer, setting)
+    with _seeds_are_known():
+        loader = _loader(options, subject.data)
+        training = make_private(
+            model,
+            optimizer,
+            noise_multiplier=subject.noise_multiplier,
+            max_grad_norm=options.clip,
+            expected_batch_size=options.batch_size,
+            loss_reduction="sum",
+            preconditioner=method.preconditioner(setting) if method.preconditioner else None,
+            noise_key=NoiseKey.from_seed(subject.seed),
+        )
+    if isinstance(optimizer, DPAdamBC | DiSK):
+        optimizer.follow(training)
+    while training.steps < steps:
+        for x, y in loader:
+            sum_of_losses(model(x), y).backward()
+            if not loader.is_last_microbatch:
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+            if training.steps == steps:
+                break
+            if training.steps % max(1, steps // _POINTS) == 0:
+                with _at_iterate(optimizer):
+                    look(subject.steps + training.steps)
+    training.detach()
+    with _at_iterate(optimizer):
+        look(subject.steps + steps)
+        final = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(final)
+
+
+def _at_iterate(optimizer: Optimizer) -> AbstractContextManager[None]:
+    """Return where to look: DiSK leaves parameters at another point than its model's."""
+    return optimizer.at_iterate() if isinstance(optimizer, DiSK) else nullcontext()
+
+
+def _loader(options: Options, data: Data) -> PrivateLoader:
+    records, seed = len(data.train), _SEED if options.seed is None else options.seed
+    return PrivateLoader(
+        data.train,
+        PoissonSampler(records, options.batch_size / records, seed=seed),
+        max_physical_batch_size=options.physical_batch_size,
+        collate_fn=lambda batch: batch,
+    )
+
+
+def _sources(data: Data, data_dir: str | None) -> tuple[dict[str, Probe], tuple[str, ...]]:
+    """Return where curvature may come from, and what there is not."""
+    synthetic = synthetic_probe(data)
+    sources: dict[str, Probe] = {"oracle": PrivateData(data.train, not_private=True)}
+    if isinstance(synthetic, ColouredNoise):
+        sources["pink noise"] = synthetic
+        sources["white noise"] = ColouredNoise(data.shape, 0.0, data.classes)
+    else:
+        sources["synthetic"] = synthetic
+    try:
+        inputs, name = load_public(data.name, data_dir)
+    except (ValueError, OSError) as error:
+        return sources, (f"no public source: {error}",)
+    sources[f"public, {name}"] = PublicData(inputs, classes=data.classes)
+    return sources, ()
+
+
+@contextmanager
+def _seeds_are_known() -> Iterator[None]:
+    """Leave out the warnings that fixed seeds protect nobody: the command says it of everything."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*fixed seed", category=UserWarning)
+        yield
