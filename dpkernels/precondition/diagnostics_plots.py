@@ -109,16 +109,19 @@ def plot_signal_to_noise(
     ratios: by method, what ``signal_to_noise`` returned.
     """
     layers = list(next(iter(ratios.values())))
-    figure, panels = _panels(1, 1, width=max(5.0, 0.7 * len(layers)))
+    longest = max(map(len, layers))
+    slanted = longest > 8 or len(layers) > 8
+    # Slanted names take height: 0.06 inches a letter.
+    figure, panels = _panels(
+        1, 1, width=max(5.0, 0.45 * len(layers)), more_height=0.06 * longest if slanted else 0.0
+    )
     axes = panels[0][0]
     for method, style in _styles(ratios, reference).items():
         axes.plot([ratios[method][name] for name in layers], label=method, ms=5, **style)
     axes.axhline(1, color="#888888", lw=1)
     axes.annotate("as much noise as signal", (0, 1), (2, 3), textcoords="offset points", fontsize=8)
-    long = max(map(len, layers)) > 8 or len(layers) > 8
-    axes.set_xticks(
-        range(len(layers)), layers, rotation=45 if long else 0, ha="right" if long else "center"
-    )
+    turned: dict[str, Any] = {"rotation": 45, "ha": "right"} if slanted else {}
+    axes.set_xticks(range(len(layers)), layers, **turned)
     axes.set(yscale="log", xlabel="layer", ylabel="signal / noise")
     return _finished(figure, not_private)
 
@@ -211,9 +214,11 @@ def require_matplotlib() -> Any:
     return Figure
 
 
-def _panels(rows: int, columns: int, width: float | None = None) -> tuple[Any, Any]:
-    """Return a figure and its axes ``[rows][columns]``."""
-    size = (width or max(5.0, 3.2 * columns), 2.6 * rows + 1.2)
+def _panels(
+    rows: int, columns: int, width: float | None = None, more_height: float = 0.0
+) -> tuple[Any, Any]:
+    """Return a figure and its axes ``[rows][columns]``; sizes in inches."""
+    size = (width or max(5.0, 3.2 * columns), 2.6 * rows + 1.2 + more_height)
     figure = require_matplotlib()(figsize=size, layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False)
     for axes in panels.flat:

@@ -111,6 +111,14 @@ def test_ratios_are_drawn_from_the_first_layer_to_the_last() -> None:
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["x", "y"]
 
 
+def test_long_names_leave_room_for_the_curves() -> None:
+    ratios = {"dp-sgd": {f"blocks.{n}.attention.out_proj": 1.0 + n for n in range(12)}}
+    figure = plot_signal_to_noise(ratios)
+    figure.draw_without_rendering()
+    # As much as with short names: the height of a figure of one row is 3.8, half of it curves.
+    assert figure.axes[0].bbox.height / figure.dpi >= 1.9
+
+
 def test_the_hessian_is_drawn_as_density_and_as_decay() -> None:
     left, right = plot_hessian(SPECTRA).axes
     x, y = left.lines[1].get_xdata(), left.lines[1].get_ydata()
