@@ -1,12 +1,25 @@
-"""What the engine asks of a preconditioner: two factors for each layer."""
+"""What the engine asks of a preconditioner: two factors for each layer, or a scale."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from dpkernels.ops.factor import Diagonal, Factor, Full
+
+
+@dataclass(frozen=True, eq=False)
+class Scale:
+    """A number for every element of a layer's gradient, which is multiplied by it.
+
+    values: for each trained parameter of the layer, by its attribute (``weight``, ``bias``): a
+        tensor of its shape, float32 (float64 for float64 parameters), beside it.
+    """
+
+    values: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -16,13 +29,25 @@ class Sides:
     left: of size O, on the outputs' side (U_G).
     right: of size I, on the inputs' side (U_A); or of size I + 1 for a layer with a bias, which is
         then the last column of the gradient.
+    scale: in place of both, ``scale * G``, element by element. Raises ValueError beside a factor.
     """
 
     left: Factor | None = None
     right: Factor | None = None
+    scale: Scale | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.scale is not None and (self.left is not None or self.right is not None):
+            raise ValueError(
+                "Sides: scale must be None beside left or right; give a layer either factors or a "
+                "scale"
+            )
 
     def describe(self) -> str:
         """Return what each side is, for a report."""
+        if self.scale is not None:
+            elements = sum(x.numel() for x in self.scale.values.values())
+            return f"scale of {elements} elements"
         if self.left is None and self.right is None:
             return "none"
         return f"G {_describe(self.left)}, A {_describe(self.right)}"

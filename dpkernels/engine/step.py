@@ -20,6 +20,7 @@ from dpkernels.engine.capture import Captured, Pass
 from dpkernels.engine.clipping import Clipping, SampleNorms
 from dpkernels.engine.distributed import ALONE, Ranks
 from dpkernels.engine.layers.layer import Layer
+from dpkernels.engine.layers.scaled import check_sides, norms_of, plan_of
 from dpkernels.engine.layers.tied import TiedGroup
 from dpkernels.engine.sharding import gradient_of
 from dpkernels.engine.sides import Preconditioner, Sides
@@ -113,7 +114,7 @@ class Step:
     def check_preconditioner(self) -> None:
         """Raise ValueError for factors that do not fit, or are for layers that do not exist."""
         for layer in self.layers:
-            layer.check_sides(self.preconditioner.sides(layer.name))
+            check_sides(layer, self.preconditioner.sides(layer.name))
         known: frozenset[str] = getattr(self.preconditioner, "layers", frozenset())
         if strangers := known - set(self.names):
             raise ValueError(
@@ -125,7 +126,7 @@ class Step:
         """Norms of one layer: as soon as its errors are there, while they are in the cache."""
         sides = self._sides_of(layer)
         with _without_autocast(captured[0].device):
-            current.norms[layer] = layer.norms(captured, sides)
+            current.norms[layer] = norms_of(layer, captured, sides)
         if layer not in self.shapes:
             self.shapes[layer] = tuple(x.to("meta") for x in captured)
 
@@ -234,14 +235,14 @@ class Step:
         """Return what ``layer`` costs at the shapes seen first; None before that, or if tied."""
         if layer not in self.shapes:
             return None
-        return layer.plan(self.shapes[layer], self.preconditioner.sides(layer.name))
+        return plan_of(layer, self.shapes[layer], self.preconditioner.sides(layer.name))
 
     def _sides_of(self, layer: Layer) -> Sides:
         """Return the layer's factors, the same in all microbatches of a step."""
         if layer not in self._sides:
             sides = self.preconditioner.sides(layer.name)
             if sides is not self._checked.get(layer):
-                layer.check_sides(sides)
+                check_sides(layer, sides)
                 self._checked[layer] = sides
             self._sides[layer] = sides
         return self._sides[layer]

@@ -4,7 +4,8 @@ A preconditioner may depend on synthetic or public data and on released paramete
 batch that it is applied to.
 """
 
-from dpkernels.engine.sides import IDENTITY, FixedSides, Preconditioner, Sides
+from dpkernels.engine.sides import IDENTITY, FixedSides, Preconditioner, Scale, Sides
+from dpkernels.precondition.adadps import AdaDPS, AdaDPSReport, LayerScale
 from dpkernels.precondition.estimate import estimate_moments
 from dpkernels.precondition.kfac import Kfac
 from dpkernels.precondition.moments import Estimation, LayerMoments
@@ -20,6 +21,8 @@ from dpkernels.precondition.report import KfacReport, LayerFactors
 
 __all__ = [
     "IDENTITY",
+    "AdaDPS",
+    "AdaDPSReport",
     "ColouredNoise",
     "Estimation",
     "Features",
@@ -28,10 +31,12 @@ __all__ = [
     "KfacReport",
     "LayerFactors",
     "LayerMoments",
+    "LayerScale",
     "Preconditioner",
     "PrivateData",
     "Probe",
     "PublicData",
+    "Scale",
     "Sides",
     "Tokens",
     "estimate_moments",

@@ -1,173 +1,210 @@
-"""Scale-then-privatise by second moments of gradients, in a form with two diagonals."""
+"""AdaDPS (Li et al. 2022): every element of a gradient is scaled, then clipped, from probes."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
-from dpkernels.engine.capture import flattened
-from dpkernels.engine.layers.conv import ConvLayer
+from dpkernels.engine.capture import Captured
 from dpkernels.engine.layers.layer import Layer
-from dpkernels.engine.layers.linear import LinearLayer
-from dpkernels.engine.rules import layers_of
-from dpkernels.engine.sides import IDENTITY, Sides
+from dpkernels.engine.layers.scaled import gradients_of
+from dpkernels.engine.sides import Scale, Sides
 from dpkernels.ops.checks import check_finite
-from dpkernels.ops.factor import Diagonal
+from dpkernels.ops.kron import SecondMoment
+from dpkernels.precondition.estimate import Loss
 from dpkernels.precondition.probes import Probe
+from dpkernels.precondition.refreshed import Refreshed
 
 
-class FactoredAdaDPS:
-    """AdaDPS (Li et al. 2022) with second moments that are products of rows and columns.
+class LayerSquares:
+    """Running E[g^2] of a layer: one number for each weight, over gradients of single samples."""
 
-    AdaDPS divides every element of a gradient by sqrt(v) + eps before it is clipped, v being the
-    second moment of gradients of public batches. That is no Kronecker product. This is not AdaDPS,
-    but the nearest that two diagonals can do: v of a weight ``[O, I]`` (``[O, I + 1]`` with its
-    bias) is replaced by r c^T / mean(v), of its row means r and column means c, as Adafactor does
-    (Shazeer and Stern 2018), which is exact where v has rank one.
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+        self._means = {name: SecondMoment() for name in layer.parameters}
 
-        left_i right_j = 1 / (sqrt(r_i / s) + sqrt(eps)) / (sqrt(c_j / s) + sqrt(eps)),
-        s = sqrt(mean(v))
+    @property
+    def means(self) -> dict[str, Tensor]:
+        """E[g^2] of each trained parameter, in its shape; empty if no probe reached the layer."""
+        return {name: x.value for name, x in self._means.items() if x.count}
 
-    model: its linear layers and convolutions without groups are scaled; the others are left as they
-        are (``report``). It is copied for every refresh, and never changed.
-    probe, loss: batches, and ``loss(outputs, targets)``: the samples' losses, or their sum.
-    batches: how many mean gradients v is the second moment of.
-    batch_size: how many samples each of them is the mean of.
-    eps: added to the root of v.
-    refresh_every: in steps; None: estimated once.
-    seed: of the probe's generator.
+    def update(self, captured: Captured) -> None:
+        """Add what one pass has captured. Raises ValueError for squares that are not finite."""
+        batch = captured[0].shape[0]
+        if batch == 0:
+            return
+        squares = gradients_of(self.layer, captured).square_sums()
+        for mean, total in zip(self._means.values(), squares, strict=True):
+            mean.update(total / batch, batch)
 
-    The model is in evaluation mode while it is probed: dropout has no generator of its own. Cost of
-    a refresh: ``batches`` forward and backward passes of ``batch_size`` samples.
+    def settle(self) -> None:
+        """Do nothing: every pass is added at once."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps; tensors are not copied."""
+        return {name: x.state_dict() for name, x in self._means.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned; tensors are copied, to the layer's device.
+
+        Raises ValueError for other parameters, or other shapes.
+        """
+        wanted = {name: tuple(p.shape) for name, p in self.layer.parameters.items()}
+        found = {name: x["mean"] for name, x in state.items()}
+        sizes = {
+            name: wanted.get(name) if x is None else tuple(x.shape) for name, x in found.items()
+        }
+        if sizes != wanted:
+            raise ValueError(
+                f"AdaDPS.load_state_dict: state of {self.layer.describe()} must be of {wanted}, "
+                f"got {sizes}; load it for the model that it was saved with"
+            )
+        for name, running in self._means.items():
+            mean, device = found[name], self.layer.parameters[name].device
+            running.load_state_dict(
+                state[name] | {"mean": None if mean is None else mean.to(device)}
+            )
+
+
+class AdaDPS(Refreshed[LayerSquares]):
+    """Gradients times ``1 / (sqrt(E[g^2]) + damping)``, element by element, before the clip.
+
+    E[g^2] is the second moment of single samples' gradients on probes, at the present parameters:
+    one number for each weight. It does not depend on ``batch_size`` but for chance. (The authors'
+    is that of gradients averaged over public batches, and moves from step to step; here the
+    schedule is that of ``Kfac``.) The noise is not scaled, nor is it scaled back: the optimizer
+    gets the noisy sum of what was clipped.
+
+    model, probe, loss, batches, batch_size, refresh_every, seed: as for ``Kfac``. Private probes
+        have a ``not_private``, and a run has no epsilon then, nor after a checkpoint.
+    damping: epsilon in the paper. Weights with gradients far below it are all scaled alike; the
+        larger it is, the closer to no scale. The default was chosen by one seed of a short trial on
+        4,000 of MNIST's test images: 60 steps of 256, its CNN, noise multiplier 0.9, Adam at 1e-3.
+        1e-4, 1e-3, 1e-2 and 0.1 came to 45.5, 67.7, 71.1 and 71.2%, no scale to 70.9%.
+
+    All layers with a rule are scaled: products, convolutions, with groups too, embeddings,
+    normalisation and bare parameters; but not those that share a weight, nor what no probe reaches,
+    which ``report()`` names. Only one number per weight is held, but layers with positions need
+    gradients of single samples, some at a time (``dpkernels.engine.layers.scaled``).
+
+    Scales are first estimated when they are first asked for. Passes are in evaluation mode and
+    leave the model, its gradients, torch's generators and whatever training has collected as they
+    are. Raises ValueError for wrong arguments, Unsupported for a model that ``make_private``
+    refuses.
     """
 
     def __init__(
         self,
         model: nn.Module,
         probe: Probe,
-        loss: Callable[[Tensor, Tensor], Tensor],
+        loss: Loss,
         *,
         batches: int = 8,
         batch_size: int = 256,
-        eps: float = 1e-4,
+        damping: float = 1e-2,
         refresh_every: int | None = None,
         seed: int = 0,
     ) -> None:
-        for name, value in (("batches", batches), ("batch_size", batch_size)):
-            if value < 1:
-                raise ValueError(f"FactoredAdaDPS: {name} must be at least 1, got {value}")
-        if refresh_every is not None and refresh_every < 1:
-            raise ValueError(
-                f"FactoredAdaDPS: refresh_every must be at least 1, or None, got {refresh_every}"
-            )
-        check_finite("FactoredAdaDPS", "eps", eps, above=0.0)
-        self._model, self._probe, self._loss = model, probe, loss
-        self._batches, self._batch_size, self._eps = batches, batch_size, eps
-        self._refresh_every, self._steps = refresh_every, 0
-        # Beside the CPU, so that probes do not depend on the device.
-        self._generator = Generator().manual_seed(seed)
-        self._sides: dict[str, Sides] = {}
-        self._left_out: dict[str, str] = {}
-        self.refresh()
+        super().__init__(
+            model,
+            probe,
+            loss,
+            batches=batches,
+            batch_size=batch_size,
+            refresh_every=refresh_every,
+            seed=seed,
+        )
+        check_finite("AdaDPS", "damping", damping, above=0.0)
+        self.damping = damping
+
+    def report(self) -> AdaDPSReport:
+        """Return which layers are scaled, by what, and why others are not."""
+        self._ensure()
+        return AdaDPSReport(
+            tuple(self._described(name, x) for name, x in self._moments.items()),
+            self._probes(),
+            self.damping,
+            self.refreshes,
+            1e3 * self._seconds,
+            self.not_private,
+        )
+
+    def _start(self, layer: Layer) -> LayerSquares:
+        return LayerSquares(layer)
+
+    def _why_not(self, layer: Layer) -> str | None:
+        return "its weight is shared with another layer" if layer.shared else None
+
+    def _sides_of(self, moments: Mapping[str, LayerSquares]) -> dict[str, Sides]:
+        found = {}
+        for name, squares in moments.items():
+            if means := squares.means:
+                values = {key: 1 / (x.sqrt() + self.damping) for key, x in means.items()}
+                found[name] = Sides(scale=Scale(values))
+        return found
+
+    def _described(self, name: str, squares: LayerSquares) -> LayerScale:
+        layer = squares.layer
+        module, means = type(layer.module).__name__, list(squares.means.values())
+        if not means:
+            return LayerScale(name, module, 0, why=self._why_not(layer) or "no probe reached it")
+        elements = sum(x.numel() for x in means)
+        mean = sum(float(x.double().sum()) for x in means) / elements
+        damped = sum(int((x < self.damping**2).sum()) for x in means) / elements
+        return LayerScale(name, module, elements, mean**0.5, damped)
+
+
+@dataclass(frozen=True)
+class LayerScale:
+    """One layer.
+
+    elements: how many of its weights have a scale; 0 if none has.
+    root: of the mean of E[g^2] over them, to be compared with the damping.
+    damped: the part of them whose own root is below the damping.
+    why: the layer has no scale; empty if it has.
+    """
+
+    name: str
+    module: str
+    elements: int
+    root: float | None = None
+    damped: float | None = None
+    why: str = ""
+
+    def __str__(self) -> str:
+        head = f"{self.name or '(the model itself)'} ({self.module}): "
+        if self.root is None:
+            return f"{head}none, {self.why}"
+        return (
+            f"{head}{self.elements} elements, root of mean E[g^2] {self.root:.2e}, "
+            f"{self.damped:.0%} of them below the damping"
+        )
+
+
+@dataclass(frozen=True)
+class AdaDPSReport:
+    """All layers, and what their scales were estimated from; milliseconds: of the last refresh."""
+
+    layers: tuple[LayerScale, ...]
+    probes: str
+    damping: float
+    refreshes: int
+    milliseconds: float
+    not_private: str | None = None
 
     @property
-    def not_private(self) -> str | None:
-        """Why there is no guarantee, if the probe is private data."""
-        return self._probe.not_private
+    def unpreconditioned(self) -> tuple[str, ...]:
+        """Names of the layers whose gradients are clipped as they are."""
+        return tuple(layer.name for layer in self.layers if not layer.elements)
 
-    def sides(self, layer: str) -> Sides:
-        """Return the two diagonals of a layer, or the identity."""
-        return self._sides.get(layer, IDENTITY)
-
-    def report(self) -> str:
-        """Return what is scaled by what, and what is left as it is, and why."""
-        lines = [f"second moments from {self._probe.describe()}"]
-        lines += [f"{name}: {sides.describe()}" for name, sides in self._sides.items()]
-        lines += [f"{name}: none, {reason}" for name, reason in self._left_out.items()]
-        return "\n".join(lines)
-
-    def after_step(self) -> None:
-        """Count a step; estimate anew when it is time."""
-        self._steps += 1
-        if self._refresh_every is not None and self._steps % self._refresh_every == 0:
-            self.refresh()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the diagonals, and where probes and schedule are."""
-        diagonals = {
-            name: [factor.values for factor in (sides.left, sides.right)]  # type: ignore[union-attr]
-            for name, sides in self._sides.items()
-        }
-        generator = self._generator.get_state()
-        return {"steps": self._steps, "generator": generator, "diagonals": diagonals}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after a checkpoint with the diagonals that it was made with."""
-        if state["diagonals"].keys() != self._sides.keys():
-            raise ValueError(
-                f"FactoredAdaDPS.load_state_dict: state must be of the layers {list(self._sides)}, "
-                f"got {list(state['diagonals'])}; load it for the model that it was saved with"
-            )
-        for name, values in state["diagonals"].items():
-            self._sides[name] = Sides(*(Diagonal(value.clone()) for value in values))
-        self._steps = state["steps"]
-        self._generator.set_state(state["generator"])
-
-    def refresh(self) -> None:
-        """Estimate second moments at the model's present parameters."""
-        model = copy.deepcopy(self._model).eval()
-        layers, self._left_out = _scalable(model)
-        parameters = [p for layer in layers for p in layer.parameters.values()]
-        self._sides = {}
-        if not layers:
-            return
-        moments = [torch.zeros_like(p) for p in parameters]
-        for _ in range(self._batches):
-            inputs, targets = self._probe.batch(self._batch_size, self._generator)
-            inputs, targets = _beside(inputs, parameters[0]), targets.to(parameters[0].device)
-            loss = self._loss(model(*inputs), targets).sum() / self._batch_size
-            gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
-            torch._foreach_addcmul_(moments, gradients, gradients, 1 / self._batches)
-        # Weight and bias of a layer are neighbours in both lists.
-        left = iter(moments)
-        for layer in layers:
-            parts = [next(left).view(p.shape[0], -1) for p in layer.parameters.values()]
-            self._sides[layer.name] = factored(torch.cat(parts, 1), self._eps)
-
-
-def _beside(inputs: Sequence[Tensor], like: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors on the device of ``like``, floating-point ones in its dtype."""
-    return tuple(
-        x.to(like.device, like.dtype if x.is_floating_point() else x.dtype) for x in inputs
-    )
-
-
-def factored(moment: Tensor, eps: float) -> Sides:
-    """Return two diagonals whose product is about ``1 / (sqrt(moment) + eps)``, ``[O, I]``."""
-    scale = moment.mean().sqrt().clamp_min(torch.finfo(moment.dtype).tiny)
-    left, right = (1 / ((moment.mean(axis) / scale).sqrt() + eps**0.5) for axis in (1, 0))
-    return Sides(Diagonal(left), Diagonal(right))
-
-
-def _scalable(model: nn.Module) -> tuple[list[Layer], dict[str, str]]:
-    """Return layers whose gradient is one matrix, and why the others are not among them."""
-    scaled: list[Layer] = []
-    left_out: dict[str, str] = {}
-    layers = flattened(layers_of(model))
-    owners: dict[int, int] = {}
-    for p in (p for layer in layers for p in layer.parameters.values()):
-        owners[id(p)] = owners.get(id(p), 0) + 1
-    for layer in layers:
-        if any(owners[id(p)] > 1 for p in layer.parameters.values()):
-            left_out[layer.name] = "it shares a parameter with another layer"
-        elif not isinstance(layer, LinearLayer | ConvLayer) or not layer.trains("weight"):
-            left_out[layer.name] = f"it has no trained weight with two sides ({layer.rule})"
-        elif isinstance(layer, ConvLayer) and layer.module.groups > 1:
-            left_out[layer.name] = "a convolution with groups takes no preconditioner"
-        else:
-            scaled.append(layer)
-    return scaled, left_out
+    def __str__(self) -> str:
+        head = (
+            f"AdaDPS from {self.probes}, damping {self.damping:g}, refreshed {self.refreshes} "
+            f"times, the last in {self.milliseconds:.0f} ms"
+        )
+        if self.not_private is not None:
+            head += f"; not private: {self.not_private}"
+        return "\n".join([head, *map(str, self.layers)])

@@ -1,9 +1,9 @@
-"""Factors of all layers, by forward and backward passes on probes through the engine's capture."""
+"""Moments of all layers, by forward and backward passes on probes through the engine's capture."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,22 +23,61 @@ Batch = tuple[tuple[Tensor, ...], Tensor]
 _CHECKED_SAMPLES = 8
 
 
+class Collected(Protocol):
+    """What is estimated of one layer, pass by pass."""
+
+    def update(self, captured: Captured) -> None:
+        """Add what one pass has captured. Raises ValueError for what is not finite."""
+        ...
+
+    def settle(self) -> None:
+        """Finish what was put off; called once, after the last pass."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned."""
+        ...
+
+
+Moments = TypeVar("Moments", bound=Collected)
+
+
 def estimate_moments(
     model: nn.Module, batches: Iterable[Batch], loss: Loss, estimation: Estimation
 ) -> dict[str, LayerMoments]:
     """Return A and G of every trained layer at the present parameters, by the layer's name.
 
+    Arguments as for ``collect``. Layers that take no factors (``why_not``) or that no probe reaches
+    have none. One forward and backward pass for each batch, and B T n^2 flops for each side.
+    """
+    return collect(model, batches, loss, lambda layer: LayerMoments(layer, estimation), why_not)
+
+
+def collect(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    loss: Loss,
+    start: Callable[[Layer], Moments],
+    why_not: Callable[[Layer], str | None],
+) -> dict[str, Moments]:
+    """Return what is collected of every trained layer on some probes, by the layer's name.
+
     model: in private training or not; nothing of it changes (``dpkernels.engine.probing``).
     batches: probes, moved to the device and, if they are not integers, the dtype of the model's
         first parameter.
     loss: summed over samples, or ``[B]``.
+    start: makes what a layer's passes are added to.
+    why_not: layers that it gives a reason for stay as they started.
 
-    Layers that take no factors (``why_not``) or that no probe reaches have none. One forward and
-    backward pass for each batch, and B T n^2 flops for each side. Raises ValueError for a loss that
-    is an average, and for activations or errors that are not finite.
+    Raises ValueError for a loss that is an average, and for activations or errors that are not
+    finite.
     """
     model, _ = group_of(model, None)
-    moments: dict[str, LayerMoments] = {}
+    moments: dict[str, Moments] = {}
 
     def layer_complete(current: Pass, layer: Layer, captured: Captured) -> None:
         if why_not(layer) is None:
@@ -50,7 +89,7 @@ def estimate_moments(
                 moments[layer.name].update(layer.merged(uses))
 
     with probing(model, layer_complete, pass_complete) as layers, undisturbed(model):
-        moments |= {layer.name: LayerMoments(layer, estimation) for layer in layers}
+        moments |= {layer.name: start(layer) for layer in layers}
         like = next(p for p in model.parameters() if p.is_floating_point())
         for index, (inputs, targets) in enumerate(batches):
             inputs, targets = _beside(like, inputs), _beside(like, targets)
@@ -62,11 +101,11 @@ def estimate_moments(
     return moments
 
 
-def no_moments(model: nn.Module, estimation: Estimation) -> dict[str, LayerMoments]:
-    """Return what ``estimate_moments`` starts from: every trained layer, without moments."""
+def started(model: nn.Module, start: Callable[[Layer], Moments]) -> dict[str, Moments]:
+    """Return what ``collect`` starts from, without a pass."""
     model, _ = group_of(model, None)
     with probing(model, lambda *_: None, lambda *_: None) as layers:
-        return {layer.name: LayerMoments(layer, estimation) for layer in layers}
+        return {layer.name: start(layer) for layer in layers}
 
 
 def _beside(like: Tensor, tensors: Any) -> Any:

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from dpkernels.engine.layers.layer import Layer
 from dpkernels.engine.sides import IDENTITY, Sides
 from dpkernels.ops import roots
 from dpkernels.ops.checks import check_finite
 from dpkernels.ops.factor import Diagonal, Factor, Full, LowRank
-from dpkernels.precondition.estimate import Loss, estimate_moments, no_moments
-from dpkernels.precondition.moments import Estimation, LayerMoments, Sharing, WhichSides
+from dpkernels.precondition.estimate import Loss
+from dpkernels.precondition.moments import Estimation, LayerMoments, Sharing, WhichSides, why_not
 from dpkernels.precondition.probes import Probe
+from dpkernels.precondition.refreshed import Refreshed
 from dpkernels.precondition.report import KfacReport, LayerFactors, mean_eigenvalue
 
 Normalise = Literal["none", "damping", "factors"]
-_STATE = {"steps", "refreshes", "generator", "estimation", "not_private", "moments"}
 
 
-class Kfac:
+class Kfac(Refreshed[LayerMoments]):
     """U_G g U_A for every layer, with U_A = (A + damping I)^(-1/2) and U_G likewise, from probes.
 
     A = E[a a^T] and G = E[d d^T] are second moments of what a layer gets and of the errors that
@@ -83,15 +83,16 @@ class Kfac:
         max_size: int = 2048,
         seed: int = 0,
     ) -> None:
-        for name, count in (
-            ("batches", batches),
-            ("batch_size", batch_size),
-            ("rank", rank),
-            ("refresh_every", refresh_every),
-            ("max_size", max_size),
-        ):
-            if count is not None and count < 1:
-                raise ValueError(f"Kfac: {name} must be at least 1, got {count}")
+        super().__init__(
+            model,
+            probe,
+            loss,
+            batches=batches,
+            batch_size=batch_size,
+            refresh_every=refresh_every,
+            seed=seed,
+        )
+        self._check_counts(rank=rank, max_size=max_size)
         check_finite("Kfac", "damping", damping, above=0.0)
         for name, value, choices in (
             ("sides", sides, get_args(WhichSides)),
@@ -102,125 +103,30 @@ class Kfac:
                 raise ValueError(f"Kfac: {name} must be one of {', '.join(choices)}, got {value!r}")
         if diagonal and rank is not None:
             raise ValueError(f"Kfac: a diagonal has no rank, got diagonal=True and rank={rank}")
-        _check_says(probe)
         self.damping, self.normalise, self.rank = damping, normalise, rank
-        self.refresh_every = refresh_every
-        self.refreshes = 0
-        self._model, self._probe, self._loss = model, probe, loss
-        self._batches, self._batch_size = batches, batch_size
         self._how = Estimation(sides, sharing, diagonal, max_size)
-        # Beside the CPU, so that probes do not depend on the device; they go on from one refresh to
-        # the next.
-        self._generator = torch.Generator().manual_seed(seed)
-        self._steps = 0
-        self._void: str | None = None  # of all probes that factors have come from
-        self._moments: dict[str, LayerMoments] = {}
-        self._sides: dict[str, Sides] = {}
-        self._seconds = self._root_seconds = 0.0
-
-    @property
-    def not_private(self) -> str | None:
-        """Why there is no guarantee; None unless probes hold private data, now or ever before.
-
-        It stays, and goes through checkpoints: whatever was trained with such factors depends on
-        them. A probe that has ceased to say counts as private, not as silent.
-        """
-        silent = "the probe does not say whether it draws from private data"
-        return self._void or getattr(self._probe, "not_private", silent)
-
-    @property
-    def layers(self) -> frozenset[str]:
-        """The names of the layers that have factors."""
-        self._ensure()
-        return frozenset(self._sides)
-
-    def sides(self, layer: str) -> Sides:
-        """Return the factors of the layer of that name; identity for those that have none."""
-        self._ensure()
-        return self._sides.get(layer, IDENTITY)
-
-    def moments(self) -> Mapping[str, LayerMoments]:
-        """Return A and G, as of the last refresh, by the layer's name."""
-        self._ensure()
-        return self._moments
-
-    def after_step(self) -> None:
-        """Count a step of the optimizer, and refresh if it is time."""
-        self._steps += 1
-        if self.refresh_every is not None and self._steps % self.refresh_every == 0:
-            self.refresh()
-
-    def refresh(self) -> None:
-        """Estimate all factors at the present parameters, from new probes.
-
-        A logical step that has begun keeps the factors that it began with.
-        """
-        start = time.perf_counter()
-        batches = (
-            self._probe.batch(self._batch_size, self._generator) for _ in range(self._batches)
-        )
-        moments = estimate_moments(self._model, batches, self._loss, self._how)
-        estimated = time.perf_counter()
-        sides = self._sides_of(moments)
-        self._moments, self._sides, self._void = moments, sides, self.not_private
-        self.refreshes += 1
-        end = time.perf_counter()
-        self._seconds, self._root_seconds = end - start, end - estimated
 
     def report(self) -> KfacReport:
         """Return which layers have which factors, why others have none, and what they cost."""
         self._ensure()
         return KfacReport(
             tuple(LayerFactors.of(x, self.sides(name)) for name, x in self._moments.items()),
-            f"{self._batches} x {self._batch_size} of {self._probe.describe()}",
+            self._probes(),
             self.damping,
             self.refreshes,
             1e3 * self._seconds,
-            1e3 * self._root_seconds,
+            1e3 * self._sides_seconds,
             self.not_private,
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: A and G, and where probes and schedule are."""
-        self._ensure()
-        return {
-            "steps": self._steps,
-            "refreshes": self.refreshes,
-            "generator": self._generator.get_state(),
-            "estimation": dataclasses.asdict(self._how),
-            "not_private": self.not_private,
-            "moments": {name: x.state_dict() for name, x in self._moments.items()},
-        }
+    def _estimation(self) -> dict[str, Any]:
+        return super()._estimation() | dataclasses.asdict(self._how)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after a checkpoint with the factors that it was made with.
+    def _start(self, layer: Layer) -> LayerMoments:
+        return LayerMoments(layer, self._how)
 
-        Factors of private probes make this not private, whatever its own probe is. Raises
-        ValueError for a state of other layers, or of moments of another kind.
-        """
-        op = "Kfac.load_state_dict"
-        if missing := _STATE - state.keys():
-            raise ValueError(
-                f"{op}: state lacks {', '.join(sorted(missing))}; pass what state_dict() returned"
-            )
-        wanted = dataclasses.asdict(self._how)
-        if state["estimation"] != wanted:
-            raise ValueError(
-                f"{op}: state must be of moments with {wanted}, got {state['estimation']}; make "
-                "the preconditioner as it was saved"
-            )
-        moments = no_moments(self._model, self._how)
-        if moments.keys() != state["moments"].keys():
-            raise ValueError(
-                f"{op}: state must be of the layers {list(moments)}, got "
-                f"{list(state['moments'])}; load it for the model that it was saved with"
-            )
-        for name, x in moments.items():
-            x.load_state_dict(state["moments"][name])
-        self._void = self._void or state["not_private"]
-        self._moments, self._sides = moments, self._sides_of(moments)
-        self._steps, self.refreshes = state["steps"], state["refreshes"]
-        self._generator.set_state(state["generator"])
+    def _why_not(self, layer: Layer) -> str | None:
+        return why_not(layer)
 
     def _sides_of(self, moments: Mapping[str, LayerMoments]) -> dict[str, Sides]:
         """Return the inverse roots of all A and G, by the layer's name, where there are any."""
@@ -239,20 +145,6 @@ class Kfac:
         factor_of = dict(zip(map(id, there), factors, strict=True))
         found = {name: Sides(*(factor_of.get(id(x)) for x in pair)) for name, pair in both.items()}
         return {name: sides for name, sides in found.items() if sides != IDENTITY}
-
-    def _ensure(self) -> None:
-        if self.refreshes == 0:
-            self.refresh()
-
-
-def _check_says(probe: Probe) -> None:
-    """Raise ValueError unless the probe says whether it draws from private data."""
-    said = getattr(probe, "not_private", False)
-    if said is not None and not (isinstance(said, str) and said):
-        raise ValueError(
-            f"Kfac: probe must say in not_private why there is no guarantee, or None if it draws "
-            f"from no private data, got {said!r} from {type(probe).__name__}"
-        )
 
 
 def inverse_roots(

@@ -105,16 +105,19 @@ def _synthetic(setting: Setting) -> Probe:
     return synthetic_probe(setting.data)
 
 
-def _adadps(setting: Setting) -> Preconditioner:
-    from dpkernels.precondition.adadps import FactoredAdaDPS
+def _adadps(probe: Callable[[Setting], Probe]) -> Callable[[Setting], Preconditioner]:
+    def make(setting: Setting) -> Preconditioner:
+        from dpkernels.precondition.adadps import AdaDPS
 
-    return FactoredAdaDPS(
-        setting.model,
-        synthetic_probe(setting.data),
-        sum_of_losses,
-        refresh_every=setting.refresh_every,
-        seed=setting.seed,
-    )
+        return AdaDPS(
+            setting.model,
+            probe(setting),
+            sum_of_losses,
+            refresh_every=setting.refresh_every,
+            seed=setting.seed,
+        )
+
+    return make
 
 
 METHODS: dict[str, Method] = {
@@ -124,7 +127,11 @@ METHODS: dict[str, Method] = {
     "dp-kfc-oracle": Method(
         "the same, curvature from the private data: not private, no epsilon", _kfac(oracle_probe)
     ),
-    "adadps": Method("two diagonals before the clip, near AdaDPS, from synthetic probes", _adadps),
+    "adadps": Method(
+        "AdaDPS: a scale for each weight before the clip, from synthetic probes",
+        _adadps(_synthetic),
+    ),
+    "adadps-public": Method("the same, scales from public data", _adadps(public_probe)),
     "dp-adambc": Method("Adam whose second moment is freed of the noise's", optimizer="adambc"),
     "disk": Method("a Kalman filter on the noisy gradients", filtered=True),
     "dp-kfc+adambc": Method("dp-kfc, then dp-adambc", _kfac(_synthetic), "adambc"),

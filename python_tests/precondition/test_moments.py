@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpkernels.precondition import Estimation, Kfac, estimate_moments
-from dpkernels.precondition.estimate import no_moments
+from dpkernels.precondition import Estimation, Kfac, LayerMoments, estimate_moments
+from dpkernels.precondition.estimate import started
 from python_tests.engine.test_transposed_linear import Conv1D
 from python_tests.precondition.factors import (
     Fixed,
@@ -251,7 +251,7 @@ def test_moments_are_loaded_beside_the_layer():
     probe = probes(4)
     saved = found(model.double(), probe)
     model.to("meta")
-    for name, moments in no_moments(model, Estimation()).items():
+    for name, moments in started(model, lambda x: LayerMoments(x, Estimation())).items():
         moments.load_state_dict(saved[name].state_dict())
         assert moments.activations.device.type == moments.errors.device.type == "meta"
         assert moments.activations.shape == saved[name].activations.shape

@@ -194,7 +194,7 @@ def test_rows_without_data_are_listed_with_the_reason(tmp_path, repro, capsys):
 def test_what_this_package_cannot_run_is_listed_with_the_paper_s_cells(tmp_path, repro):
     assert repro(tmp_path, "--methods", "adadps-public", table=2) == 0
     text = markdown_of(tmp_path, 2)
-    assert "- FashionMNIST, public data MNIST, AdaDPS (Public): AdaDPS takes" in text
+    assert "- FashionMNIST, public data MNIST, AdaDPS (Public): its data files" in text
     assert "PathMNIST is not among the data sets that are read here (paper: 70.5 ± 2.0" in text
     assert [cell["ours"] for cell in content_of(tmp_path, 2)["cells"]] == [None, None]
 

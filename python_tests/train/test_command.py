@@ -215,5 +215,5 @@ def test_a_run_is_neither_overwritten_nor_resumed_with_another_budget(tmp_path, 
 def test_the_list_names_every_method(capsys):
     assert cli.main(["train", "--list"]) == 0
     listed = capsys.readouterr().out
-    for name in ("dp-sgd", "dp-kfc-public", "dp-kfc+adambc", "disk", "adadps"):
+    for name in ("dp-sgd", "dp-kfc-public", "dp-kfc+adambc", "disk", "adadps", "adadps-public"):
         assert f"\n  {name} " in listed

@@ -17,7 +17,7 @@ from dpkernels.train.options import filled_in
 from python_tests.train.files import write_adult, write_mnist
 
 NOT_PRIVATE = {"sgd", "dp-kfc-oracle"}
-NEED_PUBLIC_DATA = {"dp-kfc-public"}
+NEED_PUBLIC_DATA = {"dp-kfc-public", "adadps-public"}
 
 
 def trained(output, data_dir, *arguments, status=0):
@@ -45,7 +45,7 @@ def test_every_method_learns_and_keeps_to_its_budget(tmp_path, method):
     assert report["accuracy"] > 0.7
 
 
-@pytest.mark.parametrize("method", ["dp-kfc", "dp-kfc+adambc", "disk"])
+@pytest.mark.parametrize("method", ["dp-kfc", "dp-kfc+adambc", "disk", "adadps"])
 def test_a_resumed_run_goes_on_with_the_same_factors_and_filters(tmp_path, monkeypatch, method):
     write_adult(tmp_path / "adult-a9a")
     arguments = ["--dataset", "adult", "--batch-size", "64", "--epochs", "2"]
@@ -69,11 +69,12 @@ def test_a_resumed_run_goes_on_with_the_same_factors_and_filters(tmp_path, monke
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_public_curvature_comes_from_the_proxy_and_keeps_the_guarantee(tmp_path):
+@pytest.mark.parametrize("method", sorted(NEED_PUBLIC_DATA))
+def test_public_curvature_comes_from_the_proxy_and_keeps_the_guarantee(tmp_path, method):
     write_mnist(tmp_path / "mnist", train=60)
     write_mnist(tmp_path / "fashion-mnist")
     arguments = ["--dataset", "mnist", "--model", "logistic", "--epochs", "1", "--batch-size", "20"]
-    report = trained(tmp_path / "run", tmp_path, "--method", "dp-kfc-public", *arguments)
+    report = trained(tmp_path / "run", tmp_path, "--method", method, *arguments)
     assert report["privacy"]["epsilon"] <= 1
     assert "public" in report["preconditioner"]
 

@@ -62,6 +62,10 @@ class BareLayer(Layer):
         # A parameter that is one number has gradients [B].
         return Rows.of([g.unsqueeze(-1) for g in captured])
 
+    def gradients(self, captured: Captured) -> tuple[Tensor, ...]:
+        """Return what was captured."""
+        return tuple(g.to(sum_dtype(g.dtype)) for g in captured)
+
     def merged(self, uses: Sequence[Captured]) -> Captured:
         """Return the uses' gradients added up."""
         return added_up(uses)

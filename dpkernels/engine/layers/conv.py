@@ -13,7 +13,7 @@ from torch.nn import functional
 from dpkernels.engine.capture import Captured, Site
 from dpkernels.engine.layers.layer import Layer, Norms, Parts, Rows, WeightAndBias, added_up
 from dpkernels.engine.layers.linear import check_sizes, computing_dtype
-from dpkernels.engine.sides import Sides
+from dpkernels.engine.sides import IDENTITY, Sides
 from dpkernels.ops import ghost
 from dpkernels.ops.ghost.layer import sum_dtype
 from dpkernels.ops.ghost.plan import Plan
@@ -97,6 +97,10 @@ class ConvLayer(Layer):
             **self.geometry(),
         )
         return WeightAndBias(norms)
+
+    def gradients(self, captured: Captured) -> tuple[Tensor, ...]:
+        """Return ``[B, O, I]`` of the weight and ``[B, O]`` of the bias, of all uses together."""
+        return added_up(self.stored(use, IDENTITY) for use in pairs(captured))
 
     def stored(self, captured: Captured, sides: Sides) -> tuple[Tensor, ...]:
         """Return per-sample gradients of one use, preconditioned: ``[B, *shape]``, ``[B, O]``."""
@@ -189,7 +193,7 @@ class TransposedConvLayer(Layer):
     def norms(self, captured: Captured, sides: Sides) -> Norms:
         """Return norms from inputs ``[B, C, *spatial]`` and errors ``[B, O, *output]``."""
         if len(captured) > 2:
-            return Rows.of(added_up(self.stored(use) for use in pairs(captured)))
+            return Rows.of(self.gradients(captured))
         activations, errors = captured
         parts: list[Norms] = []
         if self.trains("weight"):
@@ -208,6 +212,10 @@ class TransposedConvLayer(Layer):
         if self.trains("bias"):
             parts.append(Rows.of([position_sums(errors)]))
         return Parts(tuple(parts), (1,) * len(parts))
+
+    def gradients(self, captured: Captured) -> tuple[Tensor, ...]:
+        """Return ``[B, *shape]`` of the weight and ``[B, O]`` of the bias, of all uses."""
+        return added_up(self.stored(use) for use in pairs(captured))
 
     def stored(self, captured: Captured) -> tuple[Tensor, ...]:
         """Return per-sample gradients of one use: ``[B, *shape]``, ``[B, O]``."""

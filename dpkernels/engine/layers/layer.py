@@ -168,6 +168,14 @@ class Layer(ABC):
     def plan(self, captured: Captured, sides: Sides) -> Plan:
         """Return what the norms and the sum of one use cost, and how they are computed."""
 
+    def gradients(self, captured: Captured) -> tuple[Tensor, ...]:
+        """Return per-sample gradients of all trained parameters, as they are.
+
+        Each has as many elements as samples and parameter together, samples first, float32 or
+        wider. The caller sees to it that they fit in memory.
+        """
+        raise NotImplementedError
+
     def merged(self, uses: Sequence[Captured]) -> Captured:
         """Return several uses about the same samples as one, or raise where that cannot be."""
         raise RuntimeError(

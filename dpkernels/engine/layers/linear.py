@@ -105,6 +105,12 @@ class LinearLayer(AffineLayer):
         a, d = (x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2) for x in captured)
         return WeightAndBias(linear_ops.norms_unchecked(a, d, sizes, bias, sides.left, right))
 
+    def gradients(self, captured: Captured) -> tuple[Tensor, ...]:
+        """Return ``[B, O, I]`` of the weight and ``[B, O]`` of the bias."""
+        a, d = wide_positions(self, captured)
+        weights = (torch.bmm(d.mT, a),) if self.trains("weight") else ()
+        return (*weights, d.sum(1)) if self.trains("bias") else weights
+
     def plan(self, captured: Captured, sides: Sides) -> Plan:
         """Return the plan of ``ops.ghost``."""
         activations, errors = captured
@@ -128,6 +134,12 @@ class LinearLayer(AffineLayer):
 def as_positions(tensors: Sequence[Tensor]) -> Tensor:
     """Return tensors ``[B, *, n]`` as one ``[B, T, n]``."""
     return torch.cat([x.unsqueeze(1).flatten(1, -2) for x in tensors], 1)
+
+
+def wide_positions(layer: AffineLayer, captured: Captured) -> tuple[Tensor, Tensor]:
+    """Return activations ``[B, T, I]`` and errors ``[B, T, O]``, float32 or wider."""
+    a, d = (x.to(sum_dtype(x.dtype)) for x in layer.merged([captured]))
+    return a, d
 
 
 def check_sizes(layer: Layer, sides: Sides, outputs: int, inputs: int) -> None:

@@ -161,6 +161,17 @@ class ScaleShiftLayer(Layer):
         )
         return WeightAndBias(norms)
 
+    def gradients(self, captured: Captured) -> tuple[Tensor, ...]:
+        """Return ``[B, N]`` of the weight and of the bias."""
+        xhat, errors = captured
+        if not self.trains("weight"):
+            return (self._shifts(errors),)
+        shape, bias = self.parameters["weight"].shape, self.trains("bias")
+        norms = scale_shift.norms_unchecked(
+            xhat, errors, shape, self.channel_axis, bias, None, None
+        )
+        return norms.saved
+
     def _shifts(self, errors: Tensor) -> Tensor:
         dtype, batch = sum_dtype(errors.dtype), errors.shape[0]
         if self.channel_axis == 1:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from dpkernels.engine.capture import Captured
 from dpkernels.engine.layers.layer import Norms, Parts, Rows, WeightAndBias
-from dpkernels.engine.layers.linear import AffineLayer, as_positions
+from dpkernels.engine.layers.linear import AffineLayer, as_positions, wide_positions
 from dpkernels.engine.sides import Sides
 from dpkernels.ops import ghost
 from dpkernels.ops.ghost.layer import sum_dtype
@@ -57,6 +58,12 @@ class TransposedLinearLayer(AffineLayer):
             errors, activations, bias=False, left=sides.right, right=sides.left
         )
         return WeightAndBias(norms)
+
+    def gradients(self, captured: Captured) -> tuple[Tensor, ...]:
+        """Return ``[B, I, O]`` of the weight and ``[B, O]`` of the bias."""
+        a, d = wide_positions(self, captured)
+        weights = (torch.bmm(a.mT, d),) if self.trains("weight") else ()
+        return (*weights, d.sum(1)) if self.trains("bias") else weights
 
     def plan(self, captured: Captured, sides: Sides) -> Plan:
         """Return the plan of ``ops.ghost`` for the weight."""
