@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from dpkernels.train.formats import read_cifar10, read_csv, read_idx, read_libsvm
-from dpkernels.train.text import InverseFrequencies, hashed_tf_idf
+from dpkernels.train.text import InverseFrequencies, hashed_tf_idf, hashed_tokens
 
-Kind = Literal["image", "binary", "text"]
+Kind = Literal["image", "binary", "text", "tokens"]
 
 # Per channel, of pixels in [0, 1]: mean and standard deviation. MNIST's are those of PyTorch's own
 # example and of the paper; the others are as widely published. All were computed from training
@@ -30,10 +30,11 @@ _FASHION = ([0.2860], [0.3530])
 _CIFAR10 = ([0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616])
 _DIGITS = ([0.5], [0.5])  # the range of the pixels, [0, 1], becomes [-1, 1]
 _ADULT_FEATURES = 123
+_CIFAR10_TEST = 10_000
 
 
 class Records(Dataset[tuple[Tensor, Tensor]]):
-    """Inputs ``[N, ...]`` float32 and labels ``[N]`` int64, fetched a batch at a time."""
+    """Inputs ``[N, ...]`` (float32; tokens int64) and labels ``[N]`` int64, fetched in batches."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         if len(x) != len(y):
@@ -56,8 +57,11 @@ class Records(Dataset[tuple[Tensor, Tensor]]):
 class Data:
     """One data set, ready for training.
 
-    kind: what inputs are: images ``[C, H, W]``, vectors of zeros and ones, hashed texts.
+    kind: what inputs are: images ``[C, H, W]``, vectors of zeros and ones, TF-IDF features of
+        texts, or their tokens ``[T]``.
     note: what a reader of results should know: which part it is, where constants come from.
+
+    Raises ValueError for a part without records, or labels that are not below ``classes``.
     """
 
     name: str
@@ -66,6 +70,17 @@ class Data:
     train: Records
     test: Records
     note: str
+
+    def __post_init__(self) -> None:
+        for name, part in (("training", self.train), ("test", self.test)):
+            if not len(part):
+                raise ValueError(f"{self.name}: the {name} part must have records, got none")
+            low, high = int(part.y.min()), int(part.y.max())
+            if low < 0 or high >= self.classes:
+                raise ValueError(
+                    f"{self.name}: labels of the {name} part must be 0 to {self.classes - 1}, got "
+                    f"{low} to {high}; is another data set in its folder?"
+                )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -134,7 +149,10 @@ def _cifar10(data_dir: str | None) -> Data:
     note = "normalised by published constants"
     if len(there) < len(names):
         note += f"; only {len(there)} of the {len(names)} training batches are there"
-    return Data("cifar10", "image", 10, part(there or names), part(["test_batch.bin"]), note)
+    train, test = part(there or names), part(["test_batch.bin"])
+    if len(test) < _CIFAR10_TEST:
+        note += f"; only {len(test)} of the {_CIFAR10_TEST} test images are there"
+    return Data("cifar10", "image", 10, train, test, note)
 
 
 def _adult(data_dir: str | None) -> Data:
@@ -143,18 +161,28 @@ def _adult(data_dir: str | None) -> Data:
     return Data("adult", "binary", 2, train, test, "LIBSVM's a9a: binary features, as they are")
 
 
-def _imdb(data_dir: str | None) -> Data:
+def _imdb(data_dir: str | None, tokens: bool = False) -> Data:
     root = folder_of(data_dir)
-    frequencies = InverseFrequencies(_agnews_texts(root))
+    # Weights of words are TF-IDF's; tokens have none.
+    frequencies = InverseFrequencies([] if tokens else _agnews_texts(root))
 
     def part(name: str) -> Records:
         rows = list(read_csv(root / "imdb" / name, "label", "text"))
         labels = torch.tensor([int(label) for label, _ in rows])
-        return Records(hashed_tf_idf([text for _, text in rows], frequencies), labels)
+        return Records(_text_inputs([text for _, text in rows], frequencies, tokens), labels)
 
     source = f"{frequencies.texts} texts of AG News" if frequencies.texts else "nowhere: all 1"
-    note = f"words hashed, weights of words from {source}"
-    return Data("imdb", "text", 2, part("train.csv"), part("test.csv"), note)
+    train, test = part("train.csv"), part("test.csv")
+    if tokens:
+        note = f"the first {train.x.shape[1] - 1} words of a text, hashed"
+        return Data("imdb", "tokens", 2, train, test, note)
+    return Data("imdb", "text", 2, train, test, f"words hashed, weights of words from {source}")
+
+
+def _text_inputs(
+    texts: Sequence[str], frequencies: InverseFrequencies, tokens: bool = False
+) -> Tensor:
+    return hashed_tokens(texts) if tokens else hashed_tf_idf(texts, frequencies)
 
 
 def _agnews_texts(root: Path) -> list[str]:
@@ -183,23 +211,40 @@ DATASETS: dict[str, Loader] = {
 _PROXIES = {"mnist": "fashion", "fashion": "mnist"}
 
 
-def load(name: str, data_dir: str | None = None) -> Data:
-    """Return the data set of that name; raises ValueError for one that is not known."""
+_TEXTS: dict[str, Callable[[str | None, bool], Data]] = {"imdb": _imdb}
+
+
+def load(name: str, data_dir: str | None = None, *, tokens: bool = False) -> Data:
+    """Return the data set of that name.
+
+    tokens: of texts, tokens in their order instead of TF-IDF features.
+
+    Raises ValueError for one that is not known, or tokens of what is not text.
+    """
     if name not in DATASETS:
         raise ValueError(f"dataset must be one of {', '.join(DATASETS)}, got {name!r}")
-    return DATASETS[name](data_dir)
+    if not tokens:
+        return DATASETS[name](data_dir)
+    if name not in _TEXTS:
+        raise ValueError(
+            f"dataset: models of tokens need texts, {', '.join(_TEXTS)}, got {name}; take another "
+            "--model"
+        )
+    return _TEXTS[name](data_dir, True)
 
 
-def load_public(name: str, data_dir: str | None = None) -> tuple[Tensor, str]:
+def load_public(
+    name: str, data_dir: str | None = None, *, tokens: bool = False
+) -> tuple[Tensor, str]:
     """Return inputs of another, public data set that fit the private ``name``, and what they are.
 
-    Raises ValueError where there is none.
+    tokens: as for ``load``. Raises ValueError where there is none.
     """
     if name == "imdb":
         texts = _agnews_texts(folder_of(data_dir))
         if not texts:
             raise FileNotFoundError(f"agnews: {folder_of(data_dir)}/agnews has no .csv files")
-        return hashed_tf_idf(texts, InverseFrequencies(texts)), "AG News"
+        return _text_inputs(texts, InverseFrequencies(texts), tokens), "AG News"
     if name not in _PROXIES:
         known = ", ".join([*_PROXIES, "imdb"])
         raise ValueError(

@@ -7,7 +7,9 @@ import gzip
 import lzma
 import math
 import sys
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,19 +18,27 @@ from torch import Tensor
 
 _OPENERS: dict[str, Callable[..., Any]] = {"": open, ".gz": gzip.open, ".xz": lzma.open}
 _UBYTE = 0x08  # idx: the third byte of the magic number
+_SIGNS = {b"+1": 1, b"1": 1, b"-1": 0}  # LIBSVM's labels of two classes
 _CIFAR_RECORD = 1 + 3 * 32 * 32
 
 
-def opened(path: Path) -> BinaryIO:
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
     """Open ``path``, or ``path.gz`` or ``path.xz`` where only that is there.
 
-    Raises FileNotFoundError with the names that were looked for.
+    Raises FileNotFoundError with the names that were looked for, ValueError for a file that cannot
+    be unpacked to its end.
     """
     for suffix, opener in _OPENERS.items():
         file = path.with_name(path.name + suffix)
-        if file.exists():
-            stream: BinaryIO = opener(file, "rb")
-            return stream
+        if not file.exists():
+            continue
+        try:
+            with opener(file, "rb") as stream:
+                yield stream
+        except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+            raise ValueError(f"{file} cannot be unpacked ({error}); fetch it again") from error
+        return
     raise FileNotFoundError(
         f"{path} is not there, nor with .gz or .xz; set --data-dir or $DPKERNELS_DATA to the "
         "folder that holds the data sets"
@@ -76,28 +86,34 @@ def read_libsvm(path: Path, features: int) -> tuple[Tensor, Tensor]:
     Indices in the file begin at 1. Raises ValueError for an index beyond ``features``, or a line
     that is not in the format.
     """
-    labels, rows, columns, values = [], [], [], []
+    labels: list[int] = []
+    rows, columns, values = [], [], []
     with opened(path) as file:
-        for number, line in enumerate(file):
-            label, *pairs = line.split()
-            labels.append(int(float(label) > 0))
+        for number, line in enumerate(file, start=1):
+            label, *pairs = line.split() or [b""]
+            if label not in _SIGNS:
+                raise ValueError(
+                    f"{path}, line {number}: it must begin with the label +1, 1 or -1, got "
+                    f"{label.decode(errors='replace')!r}"
+                )
             for pair in pairs:
                 index, _, value = pair.partition(b":")
-                if not value or not 1 <= int(index) <= features:
+                if not value or not index.isdigit() or not 1 <= int(index) <= features:
                     raise ValueError(
-                        f"{path}, line {number + 1}: wanted index:value with an index from 1 to "
+                        f"{path}, line {number}: wanted index:value with an index from 1 to "
                         f"{features}, got {pair.decode(errors='replace')!r}"
                     )
-                rows.append(number)
+                rows.append(len(labels))
                 columns.append(int(index) - 1)
                 values.append(float(value))
+            labels.append(_SIGNS[label])
     x = torch.zeros(len(labels), features)
     x[rows, columns] = torch.tensor(values)
     return x, torch.tensor(labels)
 
 
 def read_csv(path: Path, *columns: str) -> Iterator[tuple[str, ...]]:
-    """Yield the named columns of every row. Raises ValueError if the header lacks one."""
+    """Yield the named columns of every row. Raises ValueError where header or row lack one."""
     csv.field_size_limit(sys.maxsize)
     with opened(path) as file:
         rows = csv.reader(line.decode("utf-8") for line in file)
@@ -108,7 +124,12 @@ def read_csv(path: Path, *columns: str) -> Iterator[tuple[str, ...]]:
                 f"{', '.join(sorted(missing))}"
             )
         places = [header.index(column) for column in columns]
-        for row in rows:
+        for row in filter(None, rows):  # without empty lines
+            if len(row) <= max(places):
+                raise ValueError(
+                    f"{path}, line {rows.line_num}: a row of {len(header)} columns was wanted, got "
+                    f"{len(row)}"
+                )
             yield tuple(row[place] for place in places)
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from dpkernels.train.text import PAD, VOCABULARY
+
 Shape = tuple[int, ...]
 
 
@@ -77,7 +79,7 @@ class VisionTransformer(nn.Module):
         super().__init__()
         channels, height, across = _image("vit", shape)
         self.patches = nn.Conv2d(channels, width, patch, stride=patch)
-        # A layer of its own, because the engine finds it there.
+        # An embedding, not a bare parameter: the engine has a rule for it.
         self.positions = nn.Embedding((height // patch) * (across // patch), width)
         self.blocks = nn.ModuleList(_Block(width) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
@@ -86,8 +88,7 @@ class VisionTransformer(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Return logits."""
         x = self.patches(images).flatten(2).transpose(1, 2)
-        places = torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
-        x = x + self.positions(places)
+        x = x + self.positions(_places(x))
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.norm(x).mean(1))
@@ -106,9 +107,10 @@ class _Block(nn.Module):
             nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        """Return ``[B, T, width]``; padding: ``[B, T]``, True where nothing is to be seen."""
         y = self.before_attention(x)
-        x = x + self.attention(y, y, y, need_weights=False)[0]
+        x = x + self.attention(y, y, y, key_padding_mask=padding, need_weights=False)[0]
         mixed: Tensor = x + self.mlp(self.before_mlp(x))
         return mixed
 
@@ -119,12 +121,55 @@ def vit(shape: Shape, classes: int) -> nn.Module:
     return VisionTransformer(shape, classes, patch=max(2, height // 7))
 
 
+class TokenTransformer(nn.Module):
+    """BERT in small: tokens, learned positions, pre-norm transformer blocks, a head on the first.
+
+    Input ``[B, T]`` int64, a CLS token first, output ``[B, classes]``. Padding is not attended to.
+    """
+
+    def __init__(self, length: int, classes: int, *, width: int = 64, depth: int = 2) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(_Block(width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits."""
+        padding = tokens == PAD
+        x = self.tokens(tokens) + self.positions(_places(tokens))
+        for block in self.blocks:
+            x = block(x, padding)
+        logits: Tensor = self.head(self.norm(x[:, 0]))
+        return logits
+
+
+def bert(shape: Shape, classes: int) -> nn.Module:
+    """Return a small transformer over tokens: two blocks of width 64."""
+    if len(shape) != 1:
+        raise ValueError(
+            f"model: bert takes texts as tokens [T], got inputs of shape {list(shape)}; take "
+            "vit for images"
+        )
+    return TokenTransformer(shape[0], classes)
+
+
+def _places(x: Tensor) -> Tensor:
+    """Return 0 to T - 1 for every sample of ``[B, T, ...]``."""
+    return torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
+
+
+# Those that take texts as tokens; others take them as TF-IDF features.
+TOKEN_MODELS = frozenset({"bert"})
+
 MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "logistic": logistic,
     "mlp": mlp,
     "cnn": cnn,
     "deep-cnn": deep_cnn,
     "vit": vit,
+    "bert": bert,
 }
 
 

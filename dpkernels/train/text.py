@@ -3,7 +3,7 @@
 The usual TF-IDF takes its vocabulary and its document frequencies from the training texts, so that
 everybody's features depend on everybody: a sensitivity that no clip bounds. Here the place of a
 word is a fixed hash of it, and its weight comes from public texts, or is 1. A row depends on its
-own text only.
+own text only. Tokens for models that read are the same hashes, in the order of the text.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ import torch
 from torch import Tensor
 
 FEATURES = 2000  # as many as the paper has words in its vocabulary
+# Token ids: two special ones, then hashed words.
+PAD, CLS = 0, 1
+VOCABULARY = 2 + FEATURES
+LENGTH = 128  # chosen for its cost, not by the texts: attention takes LENGTH^2 for each of them
 _WORD = re.compile(r"[a-z0-9']+")
 
 
@@ -66,6 +70,23 @@ def hashed_tf_idf(
     return torch.nn.functional.normalize(rows)
 
 
+def hashed_tokens(texts: Sequence[str], length: int = LENGTH) -> Tensor:
+    """Return ``[N, length]`` int64: CLS, then the first words as 2 + crc32(word) modulo FEATURES.
+
+    What is left is PAD.
+    """
+    rows = torch.full((len(texts), length), PAD)
+    rows[:, 0] = CLS
+    for row, text in zip(rows, texts, strict=True):
+        ids = [2 + _hash(word, FEATURES) for word in words(text)[: length - 1]]
+        row[1 : 1 + len(ids)] = torch.tensor(ids, dtype=torch.long)
+    return rows
+
+
+def _hash(word: str, places: int) -> int:
+    return zlib.crc32(word.encode()) % places
+
+
 class _Places(dict[str, tuple[int, float]]):
     """Index and weight of each word, hashed when it is met first."""
 
@@ -73,6 +94,6 @@ class _Places(dict[str, tuple[int, float]]):
         self._features, self._frequencies = features, frequencies
 
     def __missing__(self, word: str) -> tuple[int, float]:
-        place = zlib.crc32(word.encode()) % self._features, self._frequencies[word]
+        place = _hash(word, self._features), self._frequencies[word]
         self[word] = place
         return place

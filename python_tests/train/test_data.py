@@ -9,7 +9,15 @@ import torch
 
 from dpkernels.train.data import load, load_public
 from dpkernels.train.formats import read_cifar10, read_csv, read_idx, read_libsvm
-from dpkernels.train.text import InverseFrequencies, hashed_tf_idf, words
+from dpkernels.train.text import (
+    CLS,
+    PAD,
+    VOCABULARY,
+    InverseFrequencies,
+    hashed_tf_idf,
+    hashed_tokens,
+    words,
+)
 from python_tests.optional_packages import optional_package
 from python_tests.train.files import (
     real_data,
@@ -39,6 +47,15 @@ def test_files_that_are_cut_off_or_of_another_format_are_refused(tmp_path):
         read_idx(tmp_path / "other")
     with pytest.raises(ValueError, match="records are of 3073 bytes, got 6 bytes"):
         read_cifar10(tmp_path / "other")
+    for suffix in (".gz", ".xz"):
+        write_idx(tmp_path / f"packed{suffix}", torch.randint(256, (99, 9), dtype=torch.uint8))
+        packed = (tmp_path / f"packed{suffix}").read_bytes()
+        (tmp_path / f"packed{suffix}").write_bytes(packed[:-20])
+        with pytest.raises(
+            ValueError, match=rf"packed\{suffix} cannot be unpacked .*fetch it again"
+        ):
+            read_idx(tmp_path / "packed")
+        (tmp_path / f"packed{suffix}").unlink()
     with pytest.raises(FileNotFoundError, match=r"nor with \.gz or \.xz.*--data-dir"):
         read_idx(tmp_path / "absent")
 
@@ -51,6 +68,13 @@ def test_images_are_normalised_by_constants_and_not_by_themselves(tmp_path):
         torch.testing.assert_close(part.x[:, 0], (pixels - 0.1307) / 0.3081)
         assert torch.equal(part.y, written[f"{name} labels"].long())
     assert data.shape == (1, 28, 28) and data.classes == 10
+
+
+def test_labels_of_another_data_set_are_refused_before_training(tmp_path):
+    write_mnist(tmp_path / "mnist")
+    write_idx(tmp_path / "mnist" / "t10k-labels-idx1-ubyte", torch.full((5,), 46).to(torch.uint8))
+    with pytest.raises(ValueError, match="labels of the test part must be 0 to 9, got 46 to 46"):
+        load("mnist", str(tmp_path))
 
 
 def test_a_batch_is_its_records_and_may_be_empty(tmp_path):
@@ -74,7 +98,7 @@ def test_cifar10_keeps_channels_apart_and_says_which_part_is_there(tmp_path):
     assert data.train.y.tolist() == [3, 1, 4, 1, 3, 1, 4, 1] and len(data.test) == 2
     expected = torch.tensor([-0.4914 / 0.2470, (1 - 0.4822) / 0.2435, -0.4465 / 0.2616])
     torch.testing.assert_close(data.train.x.mean((0, 2, 3)), expected)
-    assert "only 2 of the 5" in data.note
+    assert "only 2 of the 5" in data.note and "only 2 of the 10000 test images" in data.note
 
 
 def test_libsvm_has_ones_where_the_file_says_and_labels_from_signs(tmp_path):
@@ -84,6 +108,10 @@ def test_libsvm_has_ones_where_the_file_says_and_labels_from_signs(tmp_path):
     assert y.tolist() == [0, 1, 1]
     with pytest.raises(ValueError, match="line 1: wanted index:value with an index from 1 to 2"):
         read_libsvm(tmp_path / "a", 2)
+    for line, message in ((b"\n", "line 2: it must begin with the label"), (b"+1 q:1", "'q:1'")):
+        write(tmp_path / "b", b"-1 1:1\n" + line)
+        with pytest.raises(ValueError, match=message):
+            read_libsvm(tmp_path / "b", 4)
 
 
 def test_csv_gives_the_columns_asked_for_with_quotes_and_lines_inside(tmp_path):
@@ -92,6 +120,9 @@ def test_csv_gives_the_columns_asked_for_with_quotes_and_lines_inside(tmp_path):
     assert list(read_csv(tmp_path / "t.csv", "text", "label")) == [(text, "1")]
     with pytest.raises(ValueError, match="it lacks rating"):
         list(read_csv(tmp_path / "t.csv", "rating"))
+    write(tmp_path / "short.csv", b"id,label\n1,0\n\n2\n")
+    with pytest.raises(ValueError, match="line 4: a row of 2 columns was wanted, got 1"):
+        list(read_csv(tmp_path / "short.csv", "label"))
 
 
 def test_features_of_a_text_do_not_depend_on_other_texts():
@@ -112,6 +143,27 @@ def test_hashed_rows_are_tf_idf_of_norm_one():
     torch.testing.assert_close(found, (values / values.norm()).sort().values)
     assert not empty.any()
     assert words("It's<br />ONE") == ["it's", "one"]
+
+
+def test_tokens_are_hashes_in_the_order_of_the_words_and_of_one_length():
+    rows = hashed_tokens(["good bad good", "", "a b c d e f g"], length=5)
+    (cls, good, bad, again, last), empty, long = rows.tolist()
+    assert (cls, last) == (CLS, PAD) and good == again != bad and min(good, bad) > CLS
+    assert empty == [CLS, PAD, PAD, PAD, PAD]
+    assert PAD not in long and long == hashed_tokens(["a b c d"], length=5)[0].tolist()
+    assert rows.max() < VOCABULARY
+
+
+def test_texts_are_read_as_tokens_if_asked_and_so_is_their_proxy(tmp_path):
+    for part in ("train", "test"):
+        write_csv(tmp_path / "imdb" / f"{part}.csv", ["label", "text"], [[0, "bad"], [1, "good"]])
+    write_csv(tmp_path / "agnews" / "a.csv", ["label", "text"], [[1, "good news"]])
+    data = load("imdb", str(tmp_path), tokens=True)
+    assert data.kind == "tokens" and torch.equal(data.train.x, hashed_tokens(["bad", "good"]))
+    inputs, _ = load_public("imdb", str(tmp_path), tokens=True)
+    assert torch.equal(inputs, hashed_tokens(["good news"]))
+    with pytest.raises(ValueError, match="models of tokens need texts, imdb, got mnist"):
+        load("mnist", str(tmp_path), tokens=True)
 
 
 def test_imdb_takes_weights_of_words_from_agnews_or_none(tmp_path):

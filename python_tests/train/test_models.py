@@ -7,7 +7,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from dpkernels import make_private
-from dpkernels.train.models import MODELS, build
+from dpkernels.train.models import MODELS, TOKEN_MODELS, build
+from dpkernels.train.text import CLS, PAD, hashed_tokens
 
 
 def test_the_cnn_is_the_papers():
@@ -15,11 +16,15 @@ def test_the_cnn_is_the_papers():
     assert sizes == [144, 16, 4608, 32, 1568 * 128, 128, 1280, 10]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 32, 32)], ids=str)
-def test_every_parameter_gets_a_clipped_gradient(name, shape):
+IMAGES = [torch.randn(3, *shape) for shape in [(1, 8, 8), (3, 32, 32)]]
+TOKENS = hashed_tokens(["a b c", "d e f", "g h i"], length=4)
+CASES = [(name, x) for name in MODELS for x in ([TOKENS] if name in TOKEN_MODELS else IMAGES)]
+
+
+@pytest.mark.parametrize(("name", "inputs"), CASES, ids=lambda x: str(getattr(x, "shape", x)))
+def test_every_parameter_gets_a_clipped_gradient(name, inputs):
     torch.manual_seed(0)
-    model = build(name, shape, 10)
+    model = build(name, tuple(inputs.shape[1:]), 10)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.warns(UserWarning, match="adds no noise"):
         make_private(
@@ -30,7 +35,7 @@ def test_every_parameter_gets_a_clipped_gradient(name, shape):
             expected_batch_size=1,
             loss_reduction="sum",
         )
-    logits = model(torch.randn(3, *shape))
+    logits = model(inputs)
     assert logits.shape == (3, 10)
     cross_entropy(logits, torch.tensor([0, 1, 2]), reduction="sum").backward()
     optimizer.step()
@@ -38,9 +43,27 @@ def test_every_parameter_gets_a_clipped_gradient(name, shape):
     assert all(p.grad.any() for p in model.parameters())
     # Three samples of norm C at most, each with a relative 1e-6 for rounding.
     assert total.norm() <= 3e-3 * (1 + 1e-6)
+    # Under Poisson sampling nobody may be drawn.
+    optimizer.zero_grad()
+    cross_entropy(model(inputs[:0]), torch.tensor([]).long(), reduction="sum").backward()
+    optimizer.step()
+    assert not any(p.grad.any() for p in model.parameters())
 
 
-def test_models_of_images_refuse_vectors():
+def test_bert_does_not_see_padding():
+    torch.manual_seed(0)
+    model = build("bert", (7,), 2).double()
+    words = [CLS, 5, 9, 4]
+    short = model(torch.tensor([words]))
+    padded = model(torch.tensor([[*words, PAD, PAD, PAD]]))
+    # Sums of other lengths and orders: a few float64 roundings, each 1e-16 of numbers about 1.
+    torch.testing.assert_close(short, padded, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(short, model(torch.tensor([[CLS, 9, 5, 4]])), rtol=1e-6, atol=1e-6)
+
+
+def test_models_refuse_inputs_of_another_kind():
+    with pytest.raises(ValueError, match=r"bert takes texts as tokens \[T\], got .* \[1, 8, 8\]"):
+        build("bert", (1, 8, 8), 10)
     with pytest.raises(ValueError, match=r"cnn takes images .* got inputs of shape \[123\]"):
         build("cnn", (123,), 2)
     with pytest.raises(ValueError, match="model must be one of logistic, mlp"):
