@@ -9,26 +9,42 @@ from pathlib import Path
 DESCRIPTION = """\
 Train a model privately within a budget. Noise is calibrated for it, samples are drawn by Poisson
 sampling, and every step is accounted for. The default, digits, needs no files; the other data sets
-are read from --data-dir or $DPKERNELS_DATA. After Ctrl-C, --resume goes on."""
+are read from --data-dir or $DPKERNELS_DATA. After Ctrl-C, --resume goes on. Epsilon covers the
+models; it does not cover training losses, on the bar and in metrics.csv, nor the checkpoint."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes to ``parser``; what is left out is the data set's default."""
-    add = parser.add_argument
+    add = parser.add_argument_group("what is trained").add_argument
     add("--dataset", help="digits (default), mnist, fashion, cifar10, imdb, adult")
-    add("--model", help="logistic, mlp, cnn, deep-cnn, vit; by default the data set's")
+    add("--model", help="logistic, mlp, cnn, deep-cnn, vit, bert; by default the data set's")
     add("--method", help="dp-sgd (default), dp-kfc and others: --list names them")
+    add = parser.add_argument_group("privacy").add_argument
     add("--epsilon", type=float, help="the budget (default 1)")
     add("--delta", type=float, help="less than 1 / number of records (default 1e-5)")
+    add("--clip", type=float, help="norm that each sample's gradient is clipped to (default 1)")
+    add("--accountant", help="pld (default) or rdp")
+    add("--seed", type=int, help="fix noise, samples and parameters: for tests, protects nobody")
+    add = parser.add_argument_group("steps").add_argument
     add("--epochs", type=int, help="passes over the data, on average")
     add("--batch-size", type=int, help="expected size of a batch")
     add("--physical-batch-size", type=int, help="samples that are in memory at a time (512)")
-    add("--lr", type=float, help="learning rate")
     add("--optimizer", help="adam, adamw, sgd (momentum 0.9), adambc")
-    add("--clip", type=float, help="norm that each sample's gradient is clipped to (default 1)")
-    add("--accountant", help="pld (default) or rdp")
+    add("--lr", type=float, help="learning rate, of the first step")
+    add("--schedule", help="constant (default), linear or cosine: of the learning rate, to 0")
+    add("--average", type=float, help="decay of an average of parameters that is the model (none)")
+    add = parser.add_argument_group("curvature", "methods with a preconditioner").add_argument
     add("--refresh-every", type=int, help="steps between estimates of curvature (an epoch, or 50)")
-    add("--seed", type=int, help="fix noise, samples and parameters: for tests, protects nobody")
+    add("--damping", type=float, help="added to the factors (1e-3)")
+    add("--normalise", help="what damping is measured by: none (default), damping, factors")
+    add("--sides", help="which factors: AG (default), A or G")
+    add("--rank", type=int, help="eigenpairs that are kept of each factor (all)")
+    add("--probe-batches", type=int, help="batches of 256 probes in an estimate (8)")
+    add("--power", type=float, help="spectrum f^-POWER of noise for images (1: pink)")
+    add = parser.add_argument_group("after the noise").add_argument
+    add("--floor", type=float, help="adambc: least second moment (by the noise)")
+    add("--kappa", type=float, help="disk: weight of a new gradient, up to 1 (0.7)")
+    add = parser.add_argument_group("files").add_argument
     add("--data-dir", help="folder of the data sets")
     add("--output", type=Path, help="folder for report, metrics, checkpoint (runs/DATASET-METHOD)")
     add("--resume", action="store_true", help="go on with the run in --output")

@@ -1,38 +1,27 @@
-"""Private training from data to report, top to bottom."""
+"""Private training from options to report, top to bottom."""
 
 from __future__ import annotations
 
 import time
-import warnings
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.optim import Optimizer
 from tqdm import tqdm
 
-from dpkernels.engine.private import make_private
-from dpkernels.ops.noise import NoiseKey
-from dpkernels.postprocess import DiSK, DPAdamBC
-from dpkernels.privacy.calibration import calibrate_noise_multiplier
 from dpkernels.privacy.mechanism import NotPrivate
-from dpkernels.privacy.samplers import PoissonSampler
-from dpkernels.run.loader import PrivateLoader
-from dpkernels.run.private_run import PrivateRun
-from dpkernels.train.data import Records, load
+from dpkernels.run.checkpoint import write_atomically
+from dpkernels.train.average import Average
+from dpkernels.train.data import Records
 from dpkernels.train.interrupts import Interrupts
-from dpkernels.train.methods import METHODS, Setting, describe, make_optimizer
-from dpkernels.train.models import build
+from dpkernels.train.methods import describe
 from dpkernels.train.options import Options
-from dpkernels.train.outputs import CHECKPOINT, MODEL, Epoch, Outcome
-
-# An estimate is 8 passes over 256 probes, more than an epoch of a small data set.
-_LEAST_REFRESH = 50
-# What a method that is not private clips to: nothing is as long.
-_NO_CLIP = 1e30
+from dpkernels.train.outputs import CHECKPOINT, MODEL, Epoch, Outcome, write_metrics
+from dpkernels.train.prepared import Prepared, prepare
+from dpkernels.train.schedule import set_learning_rate
 
 
 def train(
@@ -50,120 +39,148 @@ def train(
     Raises KeyboardInterrupt, with a checkpoint of the last step written, if Ctrl-C was pressed.
     Raises ValueError for options that do not fit the data.
     """
-    method = METHODS[options.method]
-    data = load(options.dataset, options.data_dir)
-    _check_fits(options, len(data.train))
-    if options.seed is None:
-        torch.seed()
-    else:
-        torch.manual_seed(options.seed)
-    model = build(options.model, data.shape, data.classes)
-
-    sampler = PoissonSampler(
-        len(data.train), options.batch_size / len(data.train), seed=options.seed
-    )
-    loader = PrivateLoader(
-        data.train,
-        sampler,
-        max_physical_batch_size=options.physical_batch_size,
-        collate_fn=_as_fetched,
-    )
-    steps = options.epochs * len(loader)
-    if method.not_private is None:
-        clip = options.clip
-        sigma = calibrate_noise_multiplier(
-            options.epsilon, options.delta, steps, sampler.sampling, accountant=options.accountant
-        )
-    else:
-        clip, sigma = _NO_CLIP, 0.0
-
-    setting = Setting(
-        model,
-        data,
-        options.data_dir,
-        lr=options.lr,
-        refresh_every=options.refresh_every or max(len(loader), _LEAST_REFRESH),
-        seed=options.seed or 0,
-    )
-    preconditioner = method.preconditioner(setting) if method.preconditioner else None
-    optimizer = make_optimizer(method, options.optimizer, setting)
-    with warnings.catch_warnings():
-        if method.not_private is not None:  # the report says it, too
-            warnings.filterwarnings("ignore", message=".*adds no noise", category=UserWarning)
-        training = make_private(
-            model,
-            optimizer,
-            noise_multiplier=sigma,
-            max_grad_norm=clip,
-            expected_batch_size=sampler.expected_batch_size,
-            loss_reduction="sum",
-            preconditioner=preconditioner,
-            noise_key=None if options.seed is None else NoiseKey.from_seed(options.seed),
-        )
-    if isinstance(optimizer, DPAdamBC | DiSK):
-        optimizer.follow(training)
-    run = PrivateRun(training, loader, accountant=options.accountant, void=method.not_private)
-
-    epochs: list[Epoch] = []
-    seconds = 0.0  # of training, without evaluation, over all restarts
     checkpoint = output / CHECKPOINT
+    if resume and not checkpoint.exists():
+        raise FileNotFoundError(
+            f"output: {checkpoint} is not there: the run was stopped before its first step; leave "
+            "--resume out to begin"
+        )
+    ready = prepare(options)
+    state = _State(options, ready, checkpoint)
     if resume:
-        extra = run.load(checkpoint)
-        epochs, seconds = [Epoch(**row) for row in extra["epochs"]], extra["seconds"]
+        state.load()
     else:
         options.write(output)
-
-    def save() -> None:
-        rows = [epoch.to_dict() for epoch in epochs]
-        run.save(checkpoint, extra={"epochs": rows, "seconds": seconds})
-
-    if not resume:
-        save()
-    bar = tqdm(total=steps, initial=training.steps, unit="step", disable=not progress)
+        state.save()
+    taken = ready.training.steps
+    bar = tqdm(total=ready.steps, initial=taken, unit="step", disable=not progress)
     with bar, Interrupts() as interrupts:
-        while training.steps < steps or len(epochs) < options.epochs:
-            losses, begun, first = 0.0, time.perf_counter(), training.steps
-            for x, y in loader:
-                loss = cross_entropy(model(x), y, reduction="sum")
-                loss.backward()
-                losses += loss.item()
-                if not loader.is_last_microbatch:
-                    continue
-                optimizer.step()
-                optimizer.zero_grad()
-                # By the expected size: that of the batch depends on who was drawn.
-                mean_loss = losses / (training.steps - first) / options.batch_size
-                speed = _speed(options, training.steps, seconds + time.perf_counter() - begun)
-                spent = _epsilon(run, options, within=0.02)
-                accuracy = epochs[-1].accuracy if epochs else None
-                bar.set_postfix(_shown(mean_loss, accuracy, spent, speed), refresh=False)
-                bar.update()
-                if interrupts.asked and training.steps < steps:
-                    seconds += time.perf_counter() - begun
-                    save()
-                    raise KeyboardInterrupt
-            seconds += time.perf_counter() - begun
-            with _at_iterate(optimizer):
-                accuracy = evaluate(model, data.test)
-            taken = training.steps - first
-            epochs.append(
+        while len(state.epochs) < options.epochs:
+            loss, to_its_end = _train_epoch(options, ready, state, bar, interrupts)
+            if not to_its_end:
+                state.save()
+                raise KeyboardInterrupt
+            with state.released():
+                accuracy = evaluate(ready.model, ready.data.test)
+            state.epochs.append(
                 Epoch(
-                    len(epochs) + 1,
-                    training.steps,
-                    losses / taken / options.batch_size if taken else None,
+                    len(state.epochs) + 1,
+                    ready.training.steps,
+                    loss,
                     accuracy,
-                    _epsilon(run, options),
-                    _speed(options, training.steps, seconds),
+                    _epsilon(ready, options),
+                    state.speed(),
                 )
             )
-            save()
+            state.save()
+            write_metrics(output, state.epochs)
+            if interrupts.asked and len(state.epochs) < options.epochs:
+                raise KeyboardInterrupt
 
-    report = run.report(options.delta)
-    with _at_iterate(optimizer):
-        torch.save(model.state_dict(), output / MODEL)
-    outcome = Outcome(options, data.note, tuple(epochs), report, describe(preconditioner))
+    with state.released():
+        write_atomically(output / MODEL, ready.model.state_dict())
+    outcome = Outcome(
+        options,
+        ready.data.note,
+        tuple(state.epochs),
+        state.seconds,
+        ready.run.report(options.delta),
+        describe(ready.preconditioner),
+    )
     outcome.write(output)
     return outcome
+
+
+class _State:
+    """What a checkpoint keeps beside the run: rows of the table, the clock, the average.
+
+    seconds: of training, without evaluation, over all restarts.
+    """
+
+    def __init__(self, options: Options, ready: Prepared, checkpoint: Path) -> None:
+        self._options, self._ready, self._checkpoint = options, ready, checkpoint
+        self.epochs: list[Epoch] = []
+        self.seconds = ready.seconds
+        self._average = None
+        if options.average is not None:
+            self._average = Average(ready.model, options.average)
+
+    def save(self) -> None:
+        extra = {
+            "epochs": [epoch.to_dict() for epoch in self.epochs],
+            "seconds": self.seconds,
+            "average": self._average and self._average.state_dict(),
+        }
+        self._ready.run.save(self._checkpoint, extra=extra)
+
+    def load(self) -> None:
+        extra = self._ready.run.load(self._checkpoint)
+        self.epochs = [Epoch(**row) for row in extra["epochs"]]
+        self.seconds = extra["seconds"]
+        if self._average is not None:
+            self._average.load_state_dict(extra["average"])
+
+    def after_step(self) -> None:
+        """Take the parameters into the average, if there is one."""
+        if self._average is not None:
+            with self._at_iterate():
+                self._average.update()
+
+    def released(self) -> AbstractContextManager[None]:
+        """Return where the model has the parameters that are evaluated and saved."""
+        return self._average.in_the_model() if self._average is not None else self._at_iterate()
+
+    def _at_iterate(self) -> AbstractContextManager[None]:
+        """DiSK leaves parameters at another point than its model's."""
+        optimizer: Any = self._ready.optimizer
+        return optimizer.at_iterate() if hasattr(optimizer, "at_iterate") else nullcontext()
+
+    def speed(self, running: float = 0.0) -> float:
+        """Return samples per second, as expected; running: seconds that are not yet counted."""
+        samples = self._options.batch_size * self._ready.training.steps
+        return samples / max(self.seconds + running, 1e-9)
+
+
+def _train_epoch(
+    options: Options, ready: Prepared, state: _State, bar: Any, interrupts: Interrupts
+) -> tuple[float | None, bool]:
+    """Train to the end of the epoch, or to the step in which Ctrl-C was pressed.
+
+    Returns the mean loss of its steps here, None if there were none, and whether it is at its end.
+    """
+    model, optimizer, training, loader = ready.model, ready.optimizer, ready.training, ready.loader
+    losses, first, begun = 0.0, training.steps, time.perf_counter()
+    shown, to_its_end = begun, True
+
+    def mean_loss() -> float | None:
+        # By the expected size: that of the batch depends on who was drawn.
+        samples = (training.steps - first) * options.batch_size
+        return losses / samples if samples else None
+
+    for x, y in loader:
+        loss = cross_entropy(model(x), y, reduction="sum")
+        loss.backward()
+        losses += loss.item()
+        if not loader.is_last_microbatch:
+            continue
+        set_learning_rate(optimizer, options.lr, options.schedule, training.steps, ready.steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        state.after_step()
+        now = time.perf_counter()
+        # Epsilon takes longer than a step of a small model: only when it is drawn.
+        if not bar.disable and now - shown >= bar.mininterval:
+            shown = now
+            spent = _epsilon(ready, options, within=0.02)
+            accuracy = state.epochs[-1].accuracy if state.epochs else None
+            figures = _shown(mean_loss(), accuracy, spent, state.speed(now - begun))
+            bar.set_postfix(figures, refresh=False)
+        bar.update()
+        if interrupts.asked and training.steps < ready.steps:
+            to_its_end = False
+            break
+    state.seconds += time.perf_counter() - begun
+    return mean_loss(), to_its_end
 
 
 def evaluate(model: nn.Module, test: Records, batch_size: int = 1000) -> float:
@@ -177,47 +194,24 @@ def evaluate(model: nn.Module, test: Records, batch_size: int = 1000) -> float:
     return right / len(test)
 
 
-def _check_fits(options: Options, records: int) -> None:
-    if options.batch_size > records:
-        raise ValueError(
-            f"batch_size must be at most the number of records, {records}, got {options.batch_size}"
-        )
-    if options.delta >= 1 / records:
-        raise ValueError(
-            f"delta must be less than 1 / the number of records, {1 / records:.2g}, got "
-            f"{options.delta:g}: with more, publishing whole records would be allowed"
-        )
-
-
-def _as_fetched(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return batch
-
-
-def _at_iterate(optimizer: Optimizer) -> Any:
-    """Return where to evaluate: DiSK leaves parameters at another point than its model's."""
-    return optimizer.at_iterate() if hasattr(optimizer, "at_iterate") else nullcontext()
-
-
-def _epsilon(run: PrivateRun, options: Options, within: float = 0.0) -> float | None:
+def _epsilon(ready: Prepared, options: Options, within: float = 0.0) -> float | None:
     """Return what was spent, None if there is no guarantee.
 
-    Noise was calibrated for all steps, so what a rough answer has beyond the budget is not spent.
+    within: how far, relatively, the answer may be above. Noise was calibrated for all steps, so
+    what such a one has beyond the budget is not spent.
     """
     try:
-        return min(run.accountant.epsilon(options.delta, within=within), options.epsilon)
+        spent = ready.run.accountant.epsilon(options.delta, within=within)
     except NotPrivate:
         return None
-
-
-def _speed(options: Options, steps: int, seconds: float) -> float:
-    return options.batch_size * steps / max(seconds, 1e-9)
+    return min(spent, options.epsilon) if within else spent
 
 
 def _shown(
-    loss: float, accuracy: float | None, epsilon: float | None, speed: float
+    loss: float | None, accuracy: float | None, epsilon: float | None, speed: float
 ) -> dict[str, str]:
     return {
-        "loss": f"{loss:.3f}",
+        "loss (not private)": "-" if loss is None else f"{loss:.3f}",
         "accuracy": "-" if accuracy is None else f"{accuracy:.1%}",
         "epsilon": "none" if epsilon is None else f"{epsilon:.3f}",
         "samples/s": f"{speed:,.0f}",

@@ -6,8 +6,8 @@ is imported when it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -15,12 +15,16 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from dpkernels.train.data import Data, load_public
+from dpkernels.train.text import CLS, PAD, VOCABULARY
 
 if TYPE_CHECKING:
     from dpkernels.engine.sides import Preconditioner
     from dpkernels.precondition.probes import Probe
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "adambc")
+_OF_KFAC = ("damping", "normalise", "sides", "rank", "probe_batches")
+# What only some methods take; None leaves it to the method.
+SPECIFIC = (*_OF_KFAC, "power", "refresh_every", "floor", "kappa")
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,9 @@ class Setting:
 
     lr: the learning rate.
     refresh_every: steps after which curvature is estimated anew. seed: of the probes.
+    curvature: arguments of ``Kfac`` that are not its defaults.
+    power: exponent of the spectrum of image probes. floor: DP-AdamBC's. kappa: DiSK's. None leaves
+        each at its own default.
     """
 
     model: nn.Module
@@ -37,6 +44,10 @@ class Setting:
     lr: float
     refresh_every: int
     seed: int
+    curvature: Mapping[str, Any] = field(default_factory=dict)
+    power: float | None = None
+    floor: float | None = None
+    kappa: float | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,7 @@ class Method:
     optimizer: the one that the method is named for, None where the caller chooses.
     filtered: whether DiSK's filter stands before the optimizer.
     not_private: why there is neither clip nor noise, if so.
+    options: which of ``SPECIFIC`` its preconditioner takes beside ``refresh_every``.
     """
 
     about: str
@@ -55,6 +67,17 @@ class Method:
     optimizer: str | None = None
     filtered: bool = False
     not_private: str | None = None
+    options: tuple[str, ...] = ()
+
+    def takes(self, option: str, optimizer: str) -> bool:
+        """Return whether one of ``SPECIFIC`` means something, with that optimizer behind it."""
+        if option == "refresh_every":
+            return self.preconditioner is not None
+        if option == "kappa":
+            return self.filtered
+        if option == "floor":
+            return optimizer == "adambc"
+        return option in self.options
 
 
 def sum_of_losses(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -62,12 +85,19 @@ def sum_of_losses(outputs: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(outputs, targets, reduction="sum")
 
 
-def synthetic_probe(data: Data) -> Probe:
-    """Return what stands in for the data: pink noise for images, else vectors of the same kind."""
-    from dpkernels.precondition.probes import ColouredNoise, Features
+def synthetic_probe(data: Data, power: float | None = None) -> Probe:
+    """Return what stands in for the data: noise for images, tokens for texts, else vectors.
+
+    power: exponent of the noise's spectrum; pink noise, 1, if None.
+    """
+    from dpkernels.precondition.probes import ColouredNoise, Features, Tokens
 
     if data.kind == "image":
-        return ColouredNoise(data.shape, classes=data.classes)
+        return ColouredNoise(data.shape, 1.0 if power is None else power, data.classes)
+    if data.kind == "tokens":
+        # Hashed words have no order of frequency, hence uniform. The model finds padding itself.
+        length = data.shape[0]
+        return Tokens(VOCABULARY, length, data.classes, cls=CLS, pad=PAD, mask=False)
     return Features(data.shape[0], data.classes, "binary" if data.kind == "binary" else "sparse")
 
 
@@ -75,8 +105,9 @@ def public_probe(setting: Setting) -> Probe:
     """Return a probe of the paper's public proxy; labels are drawn uniformly."""
     from dpkernels.precondition.probes import PublicData
 
-    inputs, _ = load_public(setting.data.name, setting.data_dir)
-    return PublicData(inputs, classes=setting.data.classes)
+    data = setting.data
+    inputs, _ = load_public(data.name, setting.data_dir, tokens=data.kind == "tokens")
+    return PublicData(inputs, classes=data.classes)
 
 
 def oracle_probe(setting: Setting) -> Probe:
@@ -96,13 +127,14 @@ def _kfac(probe: Callable[[Setting], Probe]) -> Callable[[Setting], Precondition
             sum_of_losses,
             refresh_every=setting.refresh_every,
             seed=setting.seed,
+            **setting.curvature,
         )
 
     return make
 
 
 def _synthetic(setting: Setting) -> Probe:
-    return synthetic_probe(setting.data)
+    return synthetic_probe(setting.data, setting.power)
 
 
 def _adadps(probe: Callable[[Setting], Probe]) -> Callable[[Setting], Preconditioner]:
@@ -120,12 +152,22 @@ def _adadps(probe: Callable[[Setting], Probe]) -> Callable[[Setting], Preconditi
     return make
 
 
+_SYNTHETIC_KFAC = (*_OF_KFAC, "power")
+
 METHODS: dict[str, Method] = {
     "dp-sgd": Method("clip, add noise, step"),
-    "dp-kfc": Method("K-FAC before the clip, curvature from synthetic probes", _kfac(_synthetic)),
-    "dp-kfc-public": Method("the same, curvature from public data", _kfac(public_probe)),
+    "dp-kfc": Method(
+        "K-FAC before the clip, curvature from synthetic probes",
+        _kfac(_synthetic),
+        options=_SYNTHETIC_KFAC,
+    ),
+    "dp-kfc-public": Method(
+        "the same, curvature from public data", _kfac(public_probe), options=_OF_KFAC
+    ),
     "dp-kfc-oracle": Method(
-        "the same, curvature from the private data: not private, no epsilon", _kfac(oracle_probe)
+        "the same, curvature from the private data: not private, no epsilon",
+        _kfac(oracle_probe),
+        options=_OF_KFAC,
     ),
     "adadps": Method(
         "AdaDPS: a scale for each weight before the clip, from synthetic probes",
@@ -134,8 +176,12 @@ METHODS: dict[str, Method] = {
     "adadps-public": Method("the same, scales from public data", _adadps(public_probe)),
     "dp-adambc": Method("Adam whose second moment is freed of the noise's", optimizer="adambc"),
     "disk": Method("a Kalman filter on the noisy gradients", filtered=True),
-    "dp-kfc+adambc": Method("dp-kfc, then dp-adambc", _kfac(_synthetic), "adambc"),
-    "dp-kfc+disk": Method("dp-kfc, then disk", _kfac(_synthetic), filtered=True),
+    "dp-kfc+adambc": Method(
+        "dp-kfc, then dp-adambc", _kfac(_synthetic), "adambc", options=_SYNTHETIC_KFAC
+    ),
+    "dp-kfc+disk": Method(
+        "dp-kfc, then disk", _kfac(_synthetic), filtered=True, options=_SYNTHETIC_KFAC
+    ),
     "sgd": Method(
         "no clip, no noise: not private, no epsilon",
         not_private="trained without clip and noise",
@@ -153,7 +199,7 @@ def make_optimizer(method: Method, name: str, setting: Setting) -> Optimizer:
         return optimizer
     from dpkernels.postprocess import DiSK
 
-    return DiSK(optimizer)
+    return DiSK(optimizer) if setting.kappa is None else DiSK(optimizer, setting.kappa)
 
 
 def _named_optimizer(name: str, setting: Setting) -> Optimizer:
@@ -167,7 +213,7 @@ def _named_optimizer(name: str, setting: Setting) -> Optimizer:
     if name == "adambc":
         from dpkernels.postprocess import DPAdamBC
 
-        return DPAdamBC(parameters, lr)
+        return DPAdamBC(parameters, lr, floor=setting.floor)
     raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {name!r}")
 
 

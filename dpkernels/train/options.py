@@ -7,14 +7,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from dpkernels.ops.checks import check_finite
+from dpkernels.precondition.kfac import Normalise
+from dpkernels.precondition.moments import WhichSides
+from dpkernels.train.atomic import write_text
 from dpkernels.train.data import DATASETS
-from dpkernels.train.methods import METHODS, OPTIMIZERS
+from dpkernels.train.methods import METHODS, OPTIMIZERS, SPECIFIC
 from dpkernels.train.models import MODELS
+from dpkernels.train.schedule import SCHEDULES
 
 FILE = "options.json"
+ACCOUNTANTS = ("pld", "rdp")
 
 
 @dataclass(frozen=True)
@@ -25,10 +30,20 @@ class Options:
     batch_size: as expected, under Poisson sampling.
     clip: C, the norm that samples' gradients are clipped to.
     physical_batch_size: how many samples go through the model at a time.
-    refresh_every: steps between two estimates of curvature; None for once an epoch, but not more
-        often than every 50.
+    schedule: of the learning rate, one of ``SCHEDULES``.
+    average: decay of an average of the parameters (``Average``), which is evaluated and saved
+        instead of the last ones; None for none.
     seed: fixes noise, samples and parameters: for tests only. None takes them from the operating
         system.
+
+    Of methods that precondition; None is the method's own default:
+    refresh_every: steps between two estimates of curvature; None for once an epoch, but not more
+        often than every 50.
+    damping, normalise, sides, rank: as ``Kfac`` takes them. probe_batches: its ``batches``.
+    power: exponent of the spectrum of the noise that stands in for images (``ColouredNoise``).
+
+    Of what acts after the noise, likewise:
+    floor: of DP-AdamBC. kappa: of DiSK.
     """
 
     dataset: str = "digits"
@@ -43,24 +58,43 @@ class Options:
     clip: float = 1.0
     accountant: str = "pld"
     physical_batch_size: int = 512
+    schedule: str = "constant"
+    average: float | None = None
     refresh_every: int | None = None
+    damping: float | None = None
+    normalise: str | None = None
+    sides: str | None = None
+    rank: int | None = None
+    probe_batches: int | None = None
+    power: float | None = None
+    floor: float | None = None
+    kappa: float | None = None
     seed: int | None = None
     data_dir: str | None = None
 
     def write(self, output: Path) -> None:
         """Write them to ``options.json`` in ``output``."""
-        (output / FILE).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+        write_text(output / FILE, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     @classmethod
     def read(cls, output: Path) -> Options:
-        """Return what ``write`` wrote. Raises FileNotFoundError if nothing was begun there."""
+        """Return what ``write`` wrote; what an earlier version did not know has its default.
+
+        Raises FileNotFoundError if nothing was begun there, ValueError for what is not known here.
+        """
         file = output / FILE
         if not file.exists():
             raise FileNotFoundError(
                 f"output: {file} is not there, so that nothing can be resumed; leave --resume out "
                 "to begin"
             )
-        return cls(**json.loads(file.read_text()))
+        found = json.loads(file.read_text())
+        if unknown := found.keys() - {field.name for field in dataclasses.fields(cls)}:
+            raise ValueError(
+                f"output: {file} has options that this version does not know, "
+                f"{', '.join(sorted(unknown))}; go on with the version that began the run"
+            )
+        return cls(**found)
 
 
 _LEARNING_RATES = {"sgd": 0.1, "adam": 1e-3, "adamw": 1e-3, "adambc": 1e-3}
@@ -74,6 +108,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "imdb": {"model": "logistic", "epochs": 20, "optimizer": "sgd"},
     "adult": {"model": "logistic", "epochs": 5, "optimizer": "sgd"},
 }
+# Before those of the data set, which are for its own model. Not tuned.
+_OF_MODEL: dict[str, dict[str, Any]] = {"bert": {"epochs": 5, "optimizer": "adam"}}
 
 
 def filled_in(given: Mapping[str, Any]) -> Options:
@@ -93,9 +129,12 @@ def filled_in(given: Mapping[str, Any]) -> Options:
             f"optimizer: {chosen['method']} is {method.optimizer} itself, got "
             f"{chosen['optimizer']}; leave --optimizer out"
         )
-    chosen = _DEFAULTS[dataset] | chosen
+    chosen = _DEFAULTS[dataset] | _OF_MODEL.get(chosen.get("model", ""), {}) | chosen
     optimizer = chosen.get("optimizer", Options.optimizer)
     _check_known("optimizer", optimizer, OPTIMIZERS)
+    for name in SPECIFIC:
+        if name in chosen and not method.takes(name, optimizer):
+            raise ValueError(_not_taken(name, chosen[name], chosen.get("method", Options.method)))
     options = Options(**{"lr": _LEARNING_RATES[optimizer]} | chosen)
     _check(options)
     return options
@@ -119,14 +158,51 @@ def resumed(output: Path, given: Mapping[str, Any]) -> Options:
     return dataclasses.replace(begun, data_dir=moved) if moved else begun
 
 
+def _not_taken(name: str, value: object, method: str) -> str:
+    """Return why an option that only some methods take cannot be given."""
+    takers = [other for other, x in METHODS.items() if x.takes(name, x.optimizer or "")]
+    if name == "floor":
+        takers.append("--optimizer adambc")
+    return (
+        f"{name}: {method} does not take it, got {value!r}; leave --{name.replace('_', '-')} out, "
+        f"or take one of {', '.join(takers)}"
+    )
+
+
 def _check(options: Options) -> None:
-    _check_known("model", options.model, MODELS)
-    for name in ("epochs", "batch_size", "physical_batch_size", "refresh_every"):
+    choices: dict[str, Mapping[str, Any] | tuple[str, ...]] = {
+        "model": MODELS,
+        "accountant": ACCOUNTANTS,
+        "schedule": SCHEDULES,
+        "normalise": get_args(Normalise),
+        "sides": get_args(WhichSides),
+    }
+    for name, known in choices.items():
+        if (value := getattr(options, name)) is not None:
+            _check_known(name, value, known)
+    for name in (
+        "epochs",
+        "batch_size",
+        "physical_batch_size",
+        "refresh_every",
+        "rank",
+        "probe_batches",
+    ):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} must be an integer >= 1, got {value}")
-    for name in ("epsilon", "delta", "lr", "clip"):
-        check_finite("train", name, getattr(options, name), above=0.0)
+    for name in ("epsilon", "delta", "lr", "clip", "damping", "floor"):
+        if (value := getattr(options, name)) is not None:
+            check_finite("train", name, value, above=0.0)
+    if options.power is not None:
+        check_finite("train", "power", options.power, at_least=0.0)
+    if options.kappa is not None and not 0 < options.kappa <= 1:
+        raise ValueError(f"kappa must be in (0, 1], got {options.kappa}; 1 is no filter")
+    if options.average is not None and not 0 <= options.average < 1:
+        raise ValueError(
+            f"average must be a decay in [0, 1), 0.99 say, got {options.average}; leave it out for "
+            "the last parameters"
+        )
 
 
 def _check_known(name: str, value: str, known: Mapping[str, Any] | tuple[str, ...]) -> None:

@@ -1,15 +1,22 @@
-"""What a training leaves on the disk: checkpoint, model, metrics, report."""
+"""What a training leaves on the disk: checkpoint, model, metrics, report.
+
+The model may be published. Losses depend on the private data beyond what epsilon says, and the
+checkpoint holds losses, too.
+"""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dpkernels.run.report import RunReport
+from dpkernels.train.atomic import write_text
 from dpkernels.train.options import Options
 
 CHECKPOINT = "checkpoint.pt"
@@ -17,6 +24,9 @@ MODEL = "model.pt"
 METRICS = "metrics.csv"
 REPORT = "report.json"
 REPORT_TEXT = "report.txt"
+_NOT_COVERED = (
+    f"not covered by epsilon: training losses ({METRICS}) and {CHECKPOINT}; keep both to yourself"
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +35,7 @@ class Epoch:
 
     loss: mean over the epoch, of what was trained since a restart; depends on the private data.
     accuracy: share of the test part. epsilon: spent so far, None if there is no guarantee.
-    samples_per_second: of all training so far, evaluation left out.
+    samples_per_second: of all training so far, estimates of curvature included, evaluation not.
     """
 
     epoch: int
@@ -40,16 +50,28 @@ class Epoch:
         return dataclasses.asdict(self)
 
 
+def write_metrics(output: Path, epochs: Sequence[Epoch]) -> None:
+    """Write ``metrics.csv``; the name of the losses' column says that they are not private."""
+    text = io.StringIO()
+    names = [field.name for field in dataclasses.fields(Epoch)]
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writerow({name: name for name in names} | {"loss": "loss_not_private"})
+    writer.writerows(epoch.to_dict() for epoch in epochs)
+    write_text(output / METRICS, text.getvalue())
+
+
 @dataclass(frozen=True)
 class Outcome:
     """A finished training.
 
     note: what is to be known of the data. preconditioner: its own report, None without one.
+    seconds: of training, all estimates of curvature included, evaluation not, over all restarts.
     """
 
     options: Options
     note: str
     epochs: tuple[Epoch, ...]
+    seconds: float
     report: RunReport
     preconditioner: str | None
 
@@ -60,42 +82,41 @@ class Outcome:
 
     @property
     def samples_per_second(self) -> float:
-        """Of the whole training, evaluation left out."""
+        """Of the whole training, estimates of curvature included, evaluation not."""
         return self.epochs[-1].samples_per_second
 
     def summary(self) -> str:
-        """Return two lines for people."""
+        """Return three lines for people."""
         options, epsilon = self.options, self.report.epsilon
-        spent = "no epsilon: not private" if epsilon is None else f"epsilon {epsilon:.4f}"
+        spent = "no epsilon: not private"
+        if epsilon is not None:
+            spent = f"epsilon {epsilon:.4f} at delta {options.delta:g}"
         return (
             f"{options.method} on {options.dataset}, {options.model}: accuracy "
-            f"{self.accuracy:.2%}, {spent} at delta {options.delta:g}\n"
+            f"{self.accuracy:.2%}, {spent}\n"
             f"noise multiplier {self.report.noise_multiplier:.4f}, {self.report.steps} steps, "
-            f"{self.samples_per_second:,.0f} samples/s"
+            f"{self.seconds:.1f} s of training, {self.samples_per_second:,.0f} samples/s\n"
+            f"{_NOT_COVERED}"
         )
 
     def write(self, output: Path) -> None:
-        """Write ``metrics.csv``, ``report.json`` and ``report.txt``."""
-        with (output / METRICS).open("w", newline="") as file:
-            names = [field.name for field in dataclasses.fields(Epoch)]
-            writer = csv.DictWriter(file, names, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(epoch.to_dict() for epoch in self.epochs)
+        """Write ``metrics.csv``, ``report.txt`` and, last, ``report.json``: then all is there."""
+        write_metrics(output, self.epochs)
+        parts = [
+            self.summary(),
+            f"data: {self.note}",
+            "the test part and the number of records are taken for public",
+            str(self.report),
+            self.preconditioner or "",
+        ]
+        write_text(output / REPORT_TEXT, "\n\n".join(filter(None, parts)) + "\n")
         content = {
             "options": dataclasses.asdict(self.options),
             "data": self.note,
             "accuracy": self.accuracy,
             "samples_per_second": self.samples_per_second,
+            "training_seconds": self.seconds,
             "privacy": self.report.to_dict(),
             "preconditioner": self.preconditioner,
         }
-        (output / REPORT).write_text(json.dumps(content, indent=2) + "\n")
-        parts = [
-            self.summary(),
-            f"data: {self.note}",
-            "losses in metrics.csv depend on the data: not covered by epsilon; the test part is "
-            "taken for public",
-            str(self.report),
-            self.preconditioner or "",
-        ]
-        (output / REPORT_TEXT).write_text("\n\n".join(filter(None, parts)) + "\n")
+        write_text(output / REPORT, json.dumps(content, indent=2) + "\n")

@@ -14,6 +14,7 @@ from dpkernels.train import loop
 from dpkernels.train.data import Data, Records
 from dpkernels.train.methods import METHODS, synthetic_probe
 from dpkernels.train.options import filled_in
+from dpkernels.train.text import CLS, PAD, VOCABULARY
 from python_tests.train.files import write_adult, write_mnist
 
 NOT_PRIVATE = {"sgd", "dp-kfc-oracle"}
@@ -46,10 +47,14 @@ def test_every_method_learns_and_keeps_to_its_budget(tmp_path, method):
 
 
 @pytest.mark.parametrize("method", ["dp-kfc", "dp-kfc+adambc", "disk", "adadps"])
-def test_a_resumed_run_goes_on_with_the_same_factors_and_filters(tmp_path, monkeypatch, method):
+def test_a_resumed_run_goes_on_with_the_same_factors_filters_rates_and_averages(
+    tmp_path, monkeypatch, method
+):
     write_adult(tmp_path / "adult-a9a")
     arguments = ["--dataset", "adult", "--batch-size", "64", "--epochs", "2"]
-    arguments += ["--method", method, "--refresh-every", "5"]
+    arguments += ["--method", method, "--schedule", "cosine", "--average", "0.9"]
+    if method != "disk":
+        arguments += ["--refresh-every", "5"]
     trained(tmp_path / "whole", tmp_path, *arguments)
     batches = []
 
@@ -80,7 +85,8 @@ def test_public_curvature_comes_from_the_proxy_and_keeps_the_guarantee(tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape"), [("image", (3, 8, 8)), ("binary", (12,)), ("text", (30,))]
+    ("kind", "shape"),
+    [("image", (3, 8, 8)), ("binary", (12,)), ("text", (30,)), ("tokens", (20,))],
 )
 def test_probes_have_the_shape_and_kind_of_the_data(kind, shape):
     nothing = Records(torch.zeros(1, *shape), torch.zeros(1, dtype=torch.long))
@@ -92,6 +98,9 @@ def test_probes_have_the_shape_and_kind_of_the_data(kind, shape):
     if kind == "text":
         assert inputs.min() == 0
         torch.testing.assert_close(inputs.norm(dim=1), torch.ones(50))
+    if kind == "tokens":
+        assert (inputs[:, 0] == CLS).all() and (inputs[:, 1:] != CLS).all()
+        assert (inputs == PAD).any() and inputs.min() >= 0 and inputs.max() < VOCABULARY
 
 
 def test_learning_rates_are_those_of_the_optimizer():

@@ -1,0 +1,16 @@
+"""Text files that hold the old or the new whole, whenever they are looked at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path``, beside it first: an interruption leaves no half of it."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,149 @@
+"""A training as its options ask for it, before its first step."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpkernels.engine.private import PrivateTraining, make_private
+from dpkernels.engine.sides import Preconditioner
+from dpkernels.ops.noise import NoiseKey
+from dpkernels.postprocess import DiSK, DPAdamBC
+from dpkernels.privacy.calibration import calibrate_noise_multiplier
+from dpkernels.privacy.samplers import PoissonSampler
+from dpkernels.run.loader import PrivateLoader
+from dpkernels.run.private_run import PrivateRun
+from dpkernels.train.data import Data, load
+from dpkernels.train.methods import METHODS, Setting, make_optimizer
+from dpkernels.train.models import TOKEN_MODELS, build
+from dpkernels.train.options import Options
+
+# An estimate is 8 passes over 256 probes, more than an epoch of a small data set.
+_LEAST_REFRESH = 50
+# What a method that is not private clips to: nothing is as long.
+_NO_CLIP = 1e30
+_CURVATURE = {
+    "damping": "damping",
+    "normalise": "normalise",
+    "sides": "sides",
+    "rank": "rank",
+    "probe_batches": "batches",
+}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that a loop needs.
+
+    steps: how many there are to be, which the noise is calibrated for.
+    seconds: what the first estimate of curvature took.
+    """
+
+    data: Data
+    model: nn.Module
+    optimizer: Optimizer
+    preconditioner: Preconditioner | None
+    training: PrivateTraining
+    loader: PrivateLoader
+    run: PrivateRun
+    steps: int
+    seconds: float
+
+
+def prepare(options: Options) -> Prepared:
+    """Load the data, build the model, calibrate the noise, estimate curvature.
+
+    Raises ValueError for options that do not fit the data.
+    """
+    method = METHODS[options.method]
+    data = load(options.dataset, options.data_dir, tokens=options.model in TOKEN_MODELS)
+    _check_fits(options, data)
+    if options.seed is None:
+        torch.seed()
+    else:
+        torch.manual_seed(options.seed)
+    model = build(options.model, data.shape, data.classes)
+
+    records = len(data.train)
+    sampler = PoissonSampler(records, options.batch_size / records, seed=options.seed)
+    loader = PrivateLoader(
+        data.train,
+        sampler,
+        max_physical_batch_size=options.physical_batch_size,
+        collate_fn=_as_fetched,
+    )
+    steps = options.epochs * len(loader)
+    if method.not_private is None:
+        clip = options.clip
+        sigma = calibrate_noise_multiplier(
+            options.epsilon, options.delta, steps, sampler.sampling, accountant=options.accountant
+        )
+    else:
+        clip, sigma = _NO_CLIP, 0.0
+
+    setting = _setting(options, model, data, len(loader))
+    begun = time.perf_counter()
+    preconditioner = method.preconditioner(setting) if method.preconditioner else None
+    optimizer = make_optimizer(method, options.optimizer, setting)
+    with warnings.catch_warnings():
+        if method.not_private is not None:  # the report says it, too
+            warnings.filterwarnings("ignore", message=".*adds no noise", category=UserWarning)
+        training = make_private(
+            model,
+            optimizer,
+            noise_multiplier=sigma,
+            max_grad_norm=clip,
+            expected_batch_size=sampler.expected_batch_size,
+            loss_reduction="sum",
+            preconditioner=preconditioner,
+            noise_key=None if options.seed is None else NoiseKey.from_seed(options.seed),
+        )
+    seconds = time.perf_counter() - begun
+    if isinstance(optimizer, DPAdamBC | DiSK):
+        optimizer.follow(training)
+    run = PrivateRun(training, loader, accountant=options.accountant, void=method.not_private)
+    return Prepared(data, model, optimizer, preconditioner, training, loader, run, steps, seconds)
+
+
+def _setting(options: Options, model: nn.Module, data: Data, epoch: int) -> Setting:
+    """Return what the method is made for; epoch: its number of steps."""
+    given = {argument: getattr(options, name) for name, argument in _CURVATURE.items()}
+    return Setting(
+        model,
+        data,
+        options.data_dir,
+        lr=options.lr,
+        refresh_every=options.refresh_every or max(epoch, _LEAST_REFRESH),
+        seed=options.seed or 0,
+        curvature={name: value for name, value in given.items() if value is not None},
+        power=options.power,
+        floor=options.floor,
+        kappa=options.kappa,
+    )
+
+
+def _check_fits(options: Options, data: Data) -> None:
+    records = len(data.train)
+    if options.batch_size > records:
+        raise ValueError(
+            f"batch_size must be at most the number of records, {records}, got {options.batch_size}"
+        )
+    if options.delta >= 1 / records:
+        raise ValueError(
+            f"delta must be less than 1 / the number of records, {1 / records:.2g}, got "
+            f"{options.delta:g}: with more, publishing whole records would be allowed"
+        )
+    if options.power is not None and data.kind != "image":
+        raise ValueError(
+            f"power: it is the spectrum of noise for images, and {data.name} has none, got "
+            f"{options.power:g}; leave --power out"
+        )
+
+
+def _as_fetched(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return batch
