@@ -87,9 +87,10 @@ def prepare(options: Options) -> Prepared:
         clip, sigma = _NO_CLIP, 0.0
 
     setting = _setting(options, model, data, len(loader))
+    # Before the clock starts: the first optimizer of a process makes torch import 2 s of modules.
+    optimizer = make_optimizer(method, options.optimizer, setting)
     begun = time.perf_counter()
     preconditioner = method.preconditioner(setting) if method.preconditioner else None
-    optimizer = make_optimizer(method, options.optimizer, setting)
     with warnings.catch_warnings():
         if method.not_private is not None:  # the report says it, too
             warnings.filterwarnings("ignore", message=".*adds no noise", category=UserWarning)

@@ -61,6 +61,34 @@ def test_bert_does_not_see_padding():
     assert not torch.allclose(short, model(torch.tensor([[CLS, 9, 5, 4]])), rtol=1e-6, atol=1e-6)
 
 
+def test_bert_learns_which_word_is_in_a_text_it_has_not_seen():
+    torch.manual_seed(0)
+    labels = torch.randint(2, (400,))
+    # Any of 30 words, and one of two that tell, at any place.
+    texts = torch.randint(10, 40, (400, 8))
+    texts[torch.arange(400), torch.randint(1, 8, (400,))] = 50 + labels
+    texts[:, 0] = CLS
+    model = build("bert", (8,), 2)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with pytest.warns(UserWarning, match="adds no noise"):
+        make_private(
+            model,
+            optimizer,
+            noise_multiplier=0.0,
+            max_grad_norm=1.0,
+            expected_batch_size=100,
+            loss_reduction="sum",
+        )
+    for step in range(60):
+        at = slice(100 * (step % 3), 100 * (step % 3) + 100)
+        cross_entropy(model(texts[at]), labels[at], reduction="sum").backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    right = int((model(texts[300:]).argmax(1) == labels[300:]).sum())
+    # Guessing has mean 50 of 100 and standard deviation 5.
+    assert right > 80
+
+
 def test_models_refuse_inputs_of_another_kind():
     with pytest.raises(ValueError, match=r"bert takes texts as tokens \[T\], got .* \[1, 8, 8\]"):
         build("bert", (1, 8, 8), 10)
