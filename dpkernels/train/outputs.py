@@ -99,6 +99,12 @@ class Outcome:
             f"{_NOT_COVERED}"
         )
 
+    def _averaged(self) -> str:
+        decay = self.options.average
+        if decay is None:
+            return ""
+        return f"the model is a moving average of released parameters, decay {decay:g}"
+
     def write(self, output: Path) -> None:
         """Write ``metrics.csv``, ``report.txt`` and, last, ``report.json``: then all is there."""
         write_metrics(output, self.epochs)
@@ -106,6 +112,7 @@ class Outcome:
             self.summary(),
             f"data: {self.note}",
             "the test part and the number of records are taken for public",
+            self._averaged(),
             str(self.report),
             self.preconditioner or "",
         ]
