@@ -5,16 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dpkernels.repro.results import Progress
+    from dpkernels.repro.jobs import Outcome
+    from dpkernels.repro.results import Key, Progress
+    from dpkernels.repro.tables import Cell, Table
+    from dpkernels.repro.trials import Task
 
 DESCRIPTION = """\
 Train the cells of a paper's table with the paper's settings, and write paper, ours and difference
 as Markdown, JSON and a plot. Every training has a folder of its own in --runs: those at their end
-are read, others are gone on with. After Ctrl-C the same command goes on."""
+are read, others are gone on with. The table has all that is finished there, whatever this command
+asked for. After Ctrl-C the same command goes on."""
 _CHANGEABLE = ("epochs", "batch_size")
 
 
@@ -22,11 +27,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes to ``parser``."""
     add = parser.add_argument
     add("paper", choices=["dp-kfc"], help="whose tables")
-    add("--table", type=int, required=True, help="1, 2, 5, 6 or 7")
+    add("--table", required=True, help="1, 2, 5, 6 or 7; tuned: our own settings")
     add("--epsilon", type=float, nargs="+", help="budgets (default: the table's)")
     add("--methods", nargs="+", help="as dpkernels train names them (default: the table's)")
     add("--seeds", type=int, default=3, help="trainings of each cell (default 3)")
-    add("--with-opacus", action="store_true", help="time Opacus' DP-SGD at the first epsilon")
+    add("--jobs", type=int, default=1, help="trainings at once, cores shared (default 1)")
+    add(
+        "--timing",
+        action="store_true",
+        help="instead of the cells, time whole trainings of dp-sgd, dp-kfc, the --methods, and "
+        "Opacus' DP-SGD, at the first epsilon, one after the other, alone",
+    )
+    add("--timing-repeats", type=int, default=1, help="the median of how many (default 1)")
     add("--data-dir", help="folder of the data sets (default $DPKERNELS_DATA)")
     add("--runs", type=Path, default=Path("runs") / "dp-kfc", help="folder of the trainings")
     add("--output", type=Path, default=Path("benchmarks") / "results", help="folder of the tables")
@@ -36,100 +48,148 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train and write; return the exit status: 0, 2 for what cannot be done, 130 after Ctrl-C."""
+    """Train and write; return the exit status.
+
+    0, 1 if a training failed, 2 for what cannot be done, 130 after Ctrl-C.
+    """
     status = 0
     try:
-        progress = _begin(options)
+        plan = _plan(options)
         try:
-            _fill(progress, options)
+            _train(plan, options)
         except KeyboardInterrupt:
             print("\ndpkernels repro: stopped; the same command goes on", file=sys.stderr)
             status = 130
-        for file in _write(progress, options.output):
+        for file in _write(_progress(plan, options), options.output):
             print(f"written: {file}")
     except (ValueError, RuntimeError, OSError) as error:
         print(f"dpkernels repro: {error}", file=sys.stderr)
         return 2
-    return status
+    if plan.failed:
+        print(f"dpkernels repro: failed: {'; '.join(plan.failed)}", file=sys.stderr)
+    return status or int(bool(plan.failed))
 
 
-def _begin(options: argparse.Namespace) -> Progress:
-    from dpkernels.repro.dp_kfc import TABLES
+@dataclass
+class _Plan:
+    """What is to be trained, by the key of its cell, and what became of it.
+
+    tasks: None for the key of what is timed. missing: cells without data, and why.
+    """
+
+    table: Table
+    cells: list[Cell]
+    changed: dict[str, Any]
+    tasks: list[tuple[Task, Key | None]]
+    missing: dict[Key, str] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+    ended: int = 0
+
+    def note(self, task: Task, outcome: Outcome) -> None:
+        """Print what came of ``task``, in one line, and keep what went wrong."""
+        self.ended += 1
+        where = f"[{self.ended}/{len(self.tasks)}] {task.name}"
+        if not isinstance(outcome, Exception):
+            print(f"{where}: accuracy {outcome.accuracy:.2f}", flush=True)
+            return
+        print(f"dpkernels repro: {where}: {outcome}", file=sys.stderr, flush=True)
+        key = next(key for one, key in self.tasks if one is task)
+        if not isinstance(outcome, FileNotFoundError):
+            self.failed.append(task.name)
+        elif key is not None:
+            # The table goes without the folder's name, which is of this machine only.
+            self.missing[key] = "its data files, or its public data's, were not there"
+
+
+def _plan(options: argparse.Namespace) -> _Plan:
+    """Return what is to be trained. Raises ValueError before anything is, if it cannot be."""
     from dpkernels.repro.opacus_peer import require_opacus
-    from dpkernels.repro.results import Progress
-    from dpkernels.repro.tables import cells
+    from dpkernels.repro.tables import cells, in_running_order
+    from dpkernels.repro.timing import timed_tasks
+    from dpkernels.repro.trials import task_of
+    from dpkernels.repro.tuned import ALL_TABLES
     from dpkernels.train.data import folder_of
 
-    if options.table not in TABLES:
-        raise ValueError(f"table must be one of {', '.join(map(str, TABLES))}, got {options.table}")
-    if options.seeds < 1:
-        raise ValueError(f"seeds must be an integer >= 1, got {options.seeds}")
-    if options.with_opacus:
-        require_opacus()
+    if options.table not in ALL_TABLES:
+        raise ValueError(f"table must be one of {', '.join(ALL_TABLES)}, got {options.table}")
+    for name in ("seeds", "jobs", "timing_repeats"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name} must be an integer >= 1, got {getattr(options, name)}")
+    if options.timing and options.jobs > 1:
+        raise ValueError(f"jobs: what is timed runs alone, got {options.jobs}; leave --jobs out")
     folder_of(options.data_dir)
+    table = ALL_TABLES[options.table]
+    wanted = cells(table, options.epsilon, options.methods)
     changed = {name: getattr(options, name) for name in _CHANGEABLE}
     changed = {name: value for name, value in changed.items() if value is not None}
-    table = TABLES[options.table]
-    wanted = cells(table, options.epsilon, options.methods)
-    return Progress(table, wanted, options.seeds, changed)
+    given = {**changed, "data_dir": options.data_dir}
+    tasks: list[tuple[Task, Key | None]]
+    if options.timing:
+        require_opacus()
+        chosen = options.methods or ()
+        timed = timed_tasks(table, wanted, chosen, options.timing_repeats, options.runs, given)
+        tasks = [(task, None) for task in timed]
+    else:
+        order = in_running_order(wanted, options.seeds)
+        tasks = [(task_of(cell, seed, options.runs, given), cell.key) for cell, seed in order]
+    return _Plan(table, wanted, changed, tasks)
 
 
-def _fill(progress: Progress, options: argparse.Namespace) -> None:
-    """Train what is not trained yet, one after the other."""
-    from dpkernels.repro.tables import in_running_order
-    from dpkernels.repro.trials import folder_of, options_of, run
+def _train(plan: _Plan, options: argparse.Namespace) -> None:
+    """Train what is not trained yet: what is timed and what runs beside others in processes."""
+    from dpkernels.repro.jobs import run_all
+    from dpkernels.repro.trials import perform
 
-    changed: dict[str, Any] = {**progress.changed, "data_dir": options.data_dir}
-    if options.with_opacus:
-        _time_opacus(progress, options.runs, changed)
-    trials = in_running_order(progress.cells, progress.seeds)
-    for number, (cell, seed) in enumerate(trials, 1):
-        if cell in progress.missing:
-            continue
-        budget = "no epsilon" if cell.epsilon is None else f"epsilon {cell.epsilon:g}"
-        what = f"{cell.block.title}, {cell.row.label}, {budget}, seed {seed}"
-        print(f"[{number}/{len(trials)}] {what}", flush=True)
-        chosen = options_of(cell, seed, changed)
+    if options.timing or options.jobs > 1:
+        run_all([task for task, _ in plan.tasks], plan.note, jobs=options.jobs)
+        return
+    for task, _ in plan.tasks:
         try:
-            trial = run(chosen, folder_of(options.runs, chosen), progress=not options.quiet)
-        except FileNotFoundError as error:
-            # The table goes without the folder's name, which is of this machine only.
-            print(f"dpkernels repro: {error}", file=sys.stderr)
-            progress.missing[cell] = "its data files, or its public data's, were not there"
-            continue
-        progress.trials.setdefault(cell, {})[seed] = trial
-        print(f"  accuracy {trial.accuracy:.2f}, {trial.wall_seconds:.1f} s", flush=True)
+            outcome: Outcome = perform(task, progress=not options.quiet)
+        except Exception as error:
+            outcome = error
+        plan.note(task, outcome)
 
 
-def _time_opacus(progress: Progress, runs: Path, changed: dict[str, Any]) -> None:
-    """Train each data set of the table by Opacus' DP-SGD, at the epsilon that is run first."""
-    from dpkernels.repro.opacus_peer import MODES
-    from dpkernels.repro.trials import opacus_options, run_opacus
+def _progress(plan: _Plan, options: argparse.Namespace) -> Progress:
+    from dpkernels.repro.results import Progress
 
-    for block in progress.table.blocks:
-        epsilon = progress.compared_at(block)
-        if epsilon is None:
-            continue
-        chosen = opacus_options(block, epsilon, changed)
-        for mode in MODES:
-            print(f"{block.title}, Opacus' DP-SGD, {mode}, epsilon {epsilon:g}", flush=True)
-            try:
-                trial = run_opacus(chosen, mode, runs)
-            except FileNotFoundError as error:
-                print(f"dpkernels repro: {error}", file=sys.stderr)
-                break
-            progress.opacus.setdefault(block.title, {})[mode] = trial
+    return Progress.read(
+        plan.table,
+        plan.cells,
+        options.runs,
+        plan.changed,
+        command=_command(options),
+        missing=plan.missing,
+    )
+
+
+def _command(options: argparse.Namespace) -> str:
+    """Return what was asked for, without the folders, which are of this machine only."""
+    words = ["dpkernels repro", options.paper, "--table", options.table]
+    for name in ("epsilon", "methods"):
+        values = getattr(options, name) or ()
+        words += [f"--{name}", *(f"{v:g}" if name == "epsilon" else v for v in values)] * bool(
+            values
+        )
+    for name in ("seeds", "jobs", *_CHANGEABLE):
+        value = getattr(options, name)
+        words += [f"--{name.replace('_', '-')}", str(value)] * (value is not None)
+    if options.timing:
+        words += ["--timing", "--timing-repeats", str(options.timing_repeats)]
+    return " ".join(words)
 
 
 def _write(progress: Progress, output: Path) -> list[Path]:
     from dpkernels.repro import provenance
     from dpkernels.repro.markdown import render
     from dpkernels.repro.plot import draw
-    from dpkernels.repro.results import to_dict
+    from dpkernels.repro.record import to_dict
 
     output.mkdir(parents=True, exist_ok=True)
     where = provenance.collect()
-    stem = f"dp_kfc_table{progress.table.number}"
+    name = progress.table.name
+    stem = f"dp_kfc_table{name}" if name.isdigit() else f"dp_kfc_{name}"
     files = [output / f"{stem}.{suffix}" for suffix in ("json", "md", "png")]
     files[0].write_text(json.dumps(to_dict(progress, where), indent=1) + "\n")
     files[1].write_text(render(progress, where))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from dpkernels.repro.tables import Block, Epsilon, Printed, Row, Table
@@ -22,6 +23,9 @@ _FASHION = {"dataset": "fashion"} | _IMAGES
 _CIFAR10 = {"dataset": "cifar10"} | _IMAGES | {"model": "deep-cnn"}
 _IMDB = {"dataset": "imdb"} | _IMAGES
 _IMDB |= {"model": "logistic", "optimizer": "sgd", "lr": 0.1, "epochs": 20}
+
+# By data set: a training with these has the plainest folder, see ``trials.folder_of``.
+PLAIN = {"mnist": _MNIST, "fashion": _FASHION, "cifar10": _CIFAR10, "imdb": _IMDB}
 
 _POISSON = (
     "Batches are drawn by Poisson sampling, as the accounting assumes, instead of from shuffled "
@@ -46,12 +50,28 @@ def _row(
 
 
 def _without(row: Row, *epsilons: float) -> Row:
+    """Return ``row`` as Table 1 abridges it, what is left out being Table 6's."""
     kept = {e: value for e, value in row.printed.items() if e not in epsilons}
-    return Row(row.label, row.method, kept, row.not_run)
+    left_out = {
+        e: replace(v, source="Table 6") for e, v in row.printed.items() if v and e not in kept
+    }
+    return replace(row, printed=kept, elsewhere={**row.elsewhere, **left_out})
+
+
+def _with_figures_of(other: Block, name: str, row: Row) -> Row:
+    """Return ``row`` with the figures of table ``name`` for the epsilons that it lacks."""
+    found = {
+        epsilon: replace(printed, source=name)
+        for same in other.rows
+        if same.method == row.method
+        for epsilon, printed in same.printed.items()
+        if printed is not None and epsilon not in row.printed
+    }
+    return replace(row, elsewhere=found)
 
 
 _E6 = (1.0, 2.0, 5.0, 8.0)
-_TABLE_6 = (
+_PRINTED_6 = (
     _row("DP-SGD", "dp-sgd", _E6, (91.7, 0.2), (92.5, 0.3), (93.4, 0.3), (93.7, 0.3)),
     _row("AdaDPS", "adadps", _E6, (91.3, 0.8), (93.2, 1.0), (93.6, 1.3), (93.3, 1.4)),
     _row("DiSK", "disk", _E6, (93.7, 0.4), (94.1, 0.3), (94.3, 0.2), (94.3, 0.2)),
@@ -177,6 +197,9 @@ _TABLE_5 = (
 )
 
 
+_TABLE_6 = tuple(_with_figures_of(_TABLE_5[1], "Table 5", row) for row in _PRINTED_6)
+
+
 def _tuned(title: str, dp_sgd: float, dp_kfc: float, settings: dict[str, Any]) -> Block:
     rows = (
         _row("DP-SGD", "dp-sgd", (2.0,), (dp_sgd, None)),
@@ -186,15 +209,15 @@ def _tuned(title: str, dp_sgd: float, dp_kfc: float, settings: dict[str, Any]) -
 
 
 _COMPARISON = "Comparison with private optimizers on MNIST (CNN)"
-TABLES: dict[int, Table] = {
-    1: Table(
-        1,
+TABLES: dict[str, Table] = {
+    "1": Table(
+        "1",
         _COMPARISON,
         (Block("MNIST", tuple(_without(row, 5.0) for row in _TABLE_6), _MNIST),),
         (_POISSON, _DELTA, _ADAM),
     ),
-    2: Table(
-        2,
+    "2": Table(
+        "2",
         "Transfer robustness under domain mismatch",
         (
             _transfer(
@@ -220,8 +243,8 @@ TABLES: dict[int, Table] = {
         ),
         (_POISSON, _DELTA, _ADAM),
     ),
-    5: Table(
-        5,
+    "5": Table(
+        "5",
         "Test accuracy over epsilon",
         _TABLE_5,
         (
@@ -234,14 +257,14 @@ TABLES: dict[int, Table] = {
             "StackOverflow's; MNIST's means are from notes on the paper, without spread.",
         ),
     ),
-    6: Table(
-        6,
+    "6": Table(
+        "6",
         f"{_COMPARISON}, full range of epsilon",
         (Block("MNIST", _TABLE_6, _MNIST),),
         (_POISSON, _DELTA, _ADAM),
     ),
-    7: Table(
-        7,
+    "7": Table(
+        "7",
         "Bayesian optimization, the best of 150 trials for each method",
         (
             _tuned("MNIST", 94.2, 97.1, _MNIST),

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dpkernels.repro.record import trained_by
 from dpkernels.repro.results import Ours, Progress, Result
 from dpkernels.repro.tables import Block, Epsilon, Printed
+from dpkernels.repro.timing import Timing
 
 _COLUMNS = (
     "method",
@@ -16,29 +18,29 @@ _COLUMNS = (
     "difference",
     "seeds",
     "epsilon spent",
-    "wall-clock",
-    "samples/s",
 )
 _FIXED_SEEDS = (
     "Seeds are fixed, so that runs can be repeated: the models are for comparison, not for release."
 )
 _CLOCKS = (
-    "Wall-clock is of a whole run (data, calibration, first estimate of curvature, training, "
-    "evaluation), samples/s of training alone with the estimates of curvature in it; both are "
-    "medians over seeds."
+    "Each whole training ran alone, with all threads; medians over {repeats}. Wall-clock is of "
+    "everything (data, calibration, first estimate of curvature, training, evaluation), samples/s "
+    "of the steps, with the refreshes of curvature in them. How many times as fast as Opacus' "
+    "DP-SGD it is stands beside. Others: the most processors that anything else on the machine "
+    "kept busy meanwhile."
 )
 _NONE = "-"
 
 
 def render(progress: Progress, where: Mapping[str, Any]) -> str:
-    """Return Markdown: notes, a table for each data set, Opacus beside ours, what was not run."""
+    """Return Markdown: notes, a table for each data set, its timings, what was not run."""
     table, results = progress.table, progress.results()
-    notes = [*table.notes, _FIXED_SEEDS, _CLOCKS]
+    notes = [*table.notes, _FIXED_SEEDS]
     if progress.changed:
         changes = ", ".join(f"{name} = {value}" for name, value in progress.changed.items())
-        notes.insert(0, f"Not the paper's settings: {changes}.")
+        notes.insert(0, f"Not the table's settings: {changes}.")
     parts = [
-        f"# DP-KFC, Table {table.number}: {table.caption}",
+        f"# DP-KFC, {table.title}: {table.caption}",
         "Test accuracy in percent, mean ± standard deviation over seeds; differences in points.",
         "\n".join(f"- {note}" for note in notes),
     ]
@@ -53,22 +55,18 @@ def render(progress: Progress, where: Mapping[str, Any]) -> str:
 
 def _block(block: Block, results: Sequence[Result], progress: Progress) -> list[str]:
     shown = [result for result in results if result.not_run is None]
-    if not shown:
+    timed = {e: found for (title, e), found in progress.timings.items() if title == block.title}
+    if not shown and not timed:
         return []
-    settings = ", ".join(f"{name} {value}" for name, value in progress.settings(block).items())
-    about = [f"Settings: {settings}.", *(f"Data: {note}." for note in progress.data(block))]
-    parts = [f"## {block.title}", " ".join(about), _grid(_COLUMNS, map(_row, shown))]
-    opacus = progress.opacus.get(block.title)
-    if opacus:
-        epsilon = progress.compared_at(block)
-        parts += [
-            f"Beside Opacus' DP-SGD at epsilon {_epsilon(epsilon)}, one run of each mode; "
-            "how many times as fast:",
-            _beside_opacus(
-                [result for result in shown if result.cell.epsilon == epsilon],
-                {mode: Ours.of([trial]) for mode, trial in opacus.items()},
-            ),
-        ]
+    about = [f"Settings: {_settings(progress.settings(block))}."]
+    for label, own in progress.own_settings(block).items():
+        about.append(f"{label} has its own: {_settings(own)}.")
+    about += [f"Data: {note}." for note in progress.data(block)]
+    parts = [f"## {block.title}", " ".join(about)]
+    if shown:
+        parts.append(_grid(_COLUMNS, map(_row, shown)))
+    for epsilon, timings in timed.items():
+        parts += [f"### {block.title}: time, at epsilon {_epsilon(epsilon)}", *_clocks(timings)]
     return parts
 
 
@@ -76,34 +74,36 @@ def _row(result: Result) -> list[str]:
     cell, ours = result.cell, result.ours
     row = [cell.row.label, _epsilon(cell.epsilon), _printed(cell.printed)]
     if ours is None:
-        return [*row, "not yet run", *[_NONE] * 5]
+        return [*row, "not yet run", *[_NONE] * (len(_COLUMNS) - 4)]
     return [
         *row,
         _accuracy(ours),
         _NONE if result.difference is None else f"{result.difference:+.2f}",
         str(ours.seeds),
         "not private" if ours.epsilon is None else f"{ours.epsilon:.4f}",
-        f"{ours.wall_seconds:.1f} s",
-        f"{ours.samples_per_second:,.0f}",
     ]
 
 
-def _beside_opacus(results: Sequence[Result], opacus: Mapping[str, Ours]) -> str:
-    """Return speeds of both, and how many times Opacus' DP-SGD's they are.
-
-    Of training, and of the whole run, which has the first estimate of curvature in it.
-    """
-    ours = [(result.cell.row.label, result.ours) for result in results if result.ours]
-    theirs = [(f"Opacus' DP-SGD, {mode}", value) for mode, value in opacus.items()]
+def _clocks(timings: Sequence[Timing]) -> list[str]:
+    """Return what the clock is of, and the table of times."""
+    peers = [timing for timing in timings if timing.opacus is not None]
+    columns = ["method", "wall-clock", "samples/s"]
+    columns += [f"{what} vs. {peer.opacus}" for peer in peers for what in ("training", "whole run")]
     rows = []
-    for label, one in [*ours, *theirs]:
-        ratios = [one.samples_per_second / o.samples_per_second for o in opacus.values()]
-        ratios += [o.wall_seconds / one.wall_seconds for o in opacus.values()]
-        clocks = [f"{one.wall_seconds:.1f} s", f"{one.samples_per_second:,.0f}"]
-        rows.append([label, _accuracy(one), *clocks, *(f"{r:.2f}x" for r in ratios)])
-    columns = ["method", "accuracy", "wall-clock", "samples/s"]
-    columns += [f"{what} vs. {mode}" for what in ("training", "whole run") for mode in opacus]
-    return _grid(columns, rows)
+    for timing in timings:
+        ratios = [ratio for peer in peers for ratio in timing.against(peer)]
+        rows.append(
+            [
+                timing.label,
+                f"{timing.wall_seconds:.1f} s",
+                f"{timing.samples_per_second:,.0f}",
+                *(f"{ratio:.2f}x" for ratio in ratios),
+                _NONE if timing.others is None else f"{timing.others:.2f}",
+            ]
+        )
+    counts = sorted({len(timing.trials) for timing in timings})
+    repeats = " or ".join(map(str, counts)) + (" run" if counts == [1] else " runs")
+    return [_CLOCKS.format(repeats=repeats), _grid([*columns, "others"], rows)]
 
 
 def _reasons(results: Sequence[Result]) -> list[str]:
@@ -122,16 +122,20 @@ def _reasons(results: Sequence[Result]) -> list[str]:
 
 
 def _made_by(progress: Progress, where: Mapping[str, Any]) -> str:
-    commits = ", ".join(progress.commits()) or _NONE
-    versions = ", ".join(f"{name} {value}" for name, value in where["versions"].items() if value)
-    return "\n".join(
-        [
-            f"- `dpkernels repro dp-kfc --table {progress.table.number} --seeds {progress.seeds}`, "
-            f"{where['time']}",
-            f"- commits of the trainings (+ with changes): {commits}",
-            f"- {where['cpu']}, {where['cores']} cores, {where['threads']} threads; {versions}",
-        ]
-    )
+    lines = [f"`{progress.command}`, {where['time']}, on what these had trained:"]
+    for one in trained_by(progress.attempts()):
+        commit = one["commit"] + (" with changes" if one["dirty"] else "")
+        # Records of earlier versions have the commit alone.
+        rest = [one["cpu"], f"{one['cores']} cores"] if "cpu" in one else []
+        rest += [f"{one['threads']} threads"] if "threads" in one else []
+        rest += [f"{one['jobs']} at once"] if one["jobs"] is not None else []
+        rest += [f"{name} {value}" for name, value in one.get("versions", {}).items() if value]
+        lines.append(f"{commit}: {one['pieces']} pieces of trainings; {', '.join(rest) or _NONE}")
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
 def _grid(columns: Sequence[str], rows: Any) -> str:
@@ -146,7 +150,8 @@ def _epsilon(epsilon: Epsilon) -> str:
 def _printed(printed: Printed | None) -> str:
     if printed is None:
         return _NONE
-    return f"{printed.mean:.1f}" + ("" if printed.spread is None else f" ± {printed.spread:.1f}")
+    spread = "" if printed.spread is None else f" ± {printed.spread:.1f}"
+    return f"{printed.mean:.1f}{spread}" + (f" ({printed.source})" if printed.source else "")
 
 
 def _accuracy(ours: Ours) -> str:

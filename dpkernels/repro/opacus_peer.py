@@ -29,7 +29,7 @@ def require_opacus() -> None:
         importlib.import_module("opacus")
     except ImportError:
         raise RuntimeError(
-            "with_opacus: Opacus is not installed; pip install 'dpkernels[peers]'"
+            "timing: Opacus is not installed; pip install 'dpkernels[peers]'"
         ) from None
 
 

@@ -28,7 +28,7 @@ def draw(progress: Progress, file: Path) -> None:
         _panel(axes, [result for result in results if result.cell.block.title == title])
         axes.set(title=title, xlabel="epsilon", ylabel="test accuracy, %")
         axes.legend(fontsize="x-small")
-    figure.suptitle(f"DP-KFC, Table {progress.table.number}: paper dashed, ours solid")
+    figure.suptitle(f"DP-KFC, {progress.table.title}: paper dashed, ours solid")
     figure.savefig(file, dpi=150)
 
 

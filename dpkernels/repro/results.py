@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from dpkernels.repro.tables import Block, Cell, Printed, Table, first_epsilon
-from dpkernels.repro.trials import Trial
+from dpkernels.repro.attempts import Attempt
+from dpkernels.repro.tables import Block, Cell, Epsilon, Table
+from dpkernels.repro.timing import Timing, read_timings
+from dpkernels.repro.trials import Trial, epsilons_in, read, seeds_in, task_of
+
+Key = tuple[str, str, Epsilon]
 
 
 @dataclass(frozen=True)
@@ -17,30 +22,31 @@ class Ours:
 
     mean, spread: accuracy in percent and its standard deviation over seeds, None for one seed.
     epsilon: the most that a trial spent, None if there is no guarantee.
-    samples_per_second, wall_seconds: medians.
+    accuracies: by seed.
     """
 
     mean: float
     spread: float | None
-    seeds: int
     epsilon: float | None
-    samples_per_second: float
-    wall_seconds: float
+    accuracies: Mapping[int, float]
+
+    @property
+    def seeds(self) -> int:
+        """How many trials there are."""
+        return len(self.accuracies)
 
     @classmethod
-    def of(cls, trials: Sequence[Trial]) -> Ours:
-        """Return the summary of ``trials``; raises ValueError if there are none."""
+    def of(cls, trials: Mapping[int, Trial]) -> Ours:
+        """Return the summary of ``trials``, by seed; raises ValueError if there are none."""
         if not trials:
             raise ValueError("Ours: trials must be one or more, got none")
-        accuracies = [trial.accuracy for trial in trials]
-        spent = [trial.epsilon for trial in trials]
+        accuracies = {seed: trial.accuracy for seed, trial in trials.items()}
+        spent = [trial.epsilon for trial in trials.values()]
         return cls(
-            statistics.fmean(accuracies),
-            statistics.stdev(accuracies) if len(trials) > 1 else None,
-            len(trials),
+            statistics.fmean(accuracies.values()),
+            statistics.stdev(accuracies.values()) if len(trials) > 1 else None,
             None if None in spent else max(value for value in spent if value is not None),
-            statistics.median(trial.samples_per_second for trial in trials),
-            statistics.median(trial.wall_seconds for trial in trials),
+            accuracies,
         )
 
 
@@ -64,89 +70,110 @@ class Result:
 class Progress:
     """What has been trained so far for a table.
 
-    trials: for each cell, by seed. missing: cells whose data is not there, with the reason.
-    opacus: for each block's title, trials by Opacus' mode.
-    changed: settings that are not the paper's.
+    trials: for each cell that is wanted or finished, in the table's order, by seed.
+    missing: keys of cells whose data is not there, with the reason.
+    timings: by the block's title and the epsilon.
+    changed: settings that are not the table's. command: what was asked for.
     """
 
     table: Table
-    cells: list[Cell]
-    seeds: int
     changed: Mapping[str, Any]
-    trials: dict[Cell, dict[int, Trial]] = field(default_factory=dict)
-    missing: dict[Cell, str] = field(default_factory=dict)
-    opacus: dict[str, dict[str, Trial]] = field(default_factory=dict)
+    command: str
+    trials: Mapping[Cell, Mapping[int, Trial]]
+    timings: Mapping[tuple[str, float], Sequence[Timing]] = field(default_factory=dict)
+    missing: Mapping[Key, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(
+        cls,
+        table: Table,
+        wanted: Sequence[Cell],
+        runs: Path,
+        changed: Mapping[str, Any],
+        *,
+        command: str,
+        missing: Mapping[Key, str],
+    ) -> Progress:
+        """Return all of ``table`` that is finished in ``runs``, whoever asked for it.
+
+        Cells that are ``wanted`` are there even if nothing of them is finished.
+        """
+        keys = {cell.key for cell in wanted}
+        trials = {}
+        for cell in _cells(table, wanted, runs, changed):
+            finished = _finished(cell, runs, changed)
+            if finished or cell.key in keys:
+                trials[cell] = finished
+        timings = read_timings(table, runs, changed)
+        return cls(table, changed, command, trials, timings, missing)
 
     def results(self) -> list[Result]:
         """Return a result for each cell, in the table's order."""
-        return [self._result(cell) for cell in self.cells]
-
-    def compared_at(self, block: Block) -> float | None:
-        """Return the epsilon of Opacus' trainings of ``block``: the one that is run first."""
-        return first_epsilon(self.cells, block)
+        return [
+            Result(
+                cell,
+                Ours.of(found) if found else None,
+                cell.not_run or (None if found else self.missing.get(cell.key)),
+            )
+            for cell, found in self.trials.items()
+        ]
 
     def settings(self, block: Block) -> dict[str, Any]:
         """Return what the rows of ``block`` share, as trained."""
         return {**block.settings, **self.changed}
 
+    def own_settings(self, block: Block) -> dict[str, dict[str, Any]]:
+        """Return, by the row's label, what rows of ``block`` have of their own, as trained."""
+        own = {row.label: {**row.settings, **self.changed} for row in block.rows}
+        shared = self.settings(block)
+        different = {
+            label: {name: value for name, value in its.items() if shared.get(name) != value}
+            for label, its in own.items()
+        }
+        return {label: its for label, its in different.items() if its}
+
     def data(self, block: Block) -> list[str]:
         """Return what is to be known of the data that ``block`` was trained on."""
-        trials = [found for cell, found in self.trials.items() if cell.block is block]
-        return sorted({trial.data for found in trials for trial in found.values()})
+        ours = [found for cell, found in self.trials.items() if cell.block is block]
+        return sorted({trial.data for found in ours for trial in found.values()})
+
+    def attempts(self) -> list[Attempt]:
+        """Return every piece of every training."""
+        trials = [trial for found in self.trials.values() for trial in found.values()]
+        trials += [t for timings in self.timings.values() for one in timings for t in one.trials]
+        return [attempt for trial in trials for attempt in trial.attempts]
 
     def commits(self) -> list[str]:
         """Return the commits that any training was made with."""
-        ours = [trial for trials in self.trials.values() for trial in trials.values()]
-        theirs = [trial for trials in self.opacus.values() for trial in trials.values()]
-        return sorted({commit for trial in [*ours, *theirs] for commit in trial.commits})
-
-    def _result(self, cell: Cell) -> Result:
-        found = list(self.trials.get(cell, {}).values())
-        reason = cell.not_run or self.missing.get(cell)
-        return Result(cell, Ours.of(found) if found else None, reason)
+        return sorted({attempt.commit for attempt in self.attempts()})
 
 
-def to_dict(progress: Progress, where: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything, in types that JSON knows; accuracies are in percent."""
-    table = progress.table
-    return {
-        "paper": "DP-KFC",
-        "table": table.number,
-        "caption": table.caption,
-        "notes": list(table.notes),
-        "seeds": progress.seeds,
-        "changed_settings": dict(progress.changed),
-        "provenance": dict(where),
-        "commits_of_trainings": progress.commits(),
-        "settings": {
-            block.title: progress.settings(block) for block in table.blocks if block.settings
-        },
-        "data": {block.title: progress.data(block) for block in table.blocks if block.settings},
-        "cells": [_cell(result) for result in progress.results()],
-        "opacus_dp_sgd": {
-            title: {mode: _trial(trial) for mode, trial in trials.items()}
-            for title, trials in progress.opacus.items()
-        },
-    }
+def _cells(
+    table: Table, wanted: Sequence[Cell], runs: Path, changed: Mapping[str, Any]
+) -> list[Cell]:
+    """Return the cells of ``table``, with the epsilons that are wanted or found besides its own."""
+    found = []
+    for block in table.blocks:
+        for row in block.rows:
+            epsilons = set(row.printed)
+            epsilons |= {c.epsilon for c in wanted if c.block is block and c.row is row}
+            cell = Cell(block, row, None, None)
+            if cell.not_run is None and None not in row.printed:
+                any_budget = replace(cell, epsilon=1.0)
+                epsilons |= set(epsilons_in(task_of(any_budget, 0, runs, changed).folder))
+            found += [
+                replace(cell, epsilon=epsilon, printed=row.figure(epsilon))
+                for epsilon in sorted(epsilons, key=lambda epsilon: epsilon or 0.0)
+            ]
+    return found
 
 
-def _cell(result: Result) -> dict[str, Any]:
-    cell, ours = result.cell, result.ours
-    return {
-        "block": cell.block.title,
-        "row": cell.row.label,
-        "method": cell.row.method,
-        "epsilon": cell.epsilon,
-        "paper": _printed(cell.printed),
-        "ours": None if ours is None else dict(vars(ours)),
-        "difference": result.difference,
-        "not_run": result.not_run,
-    }
-
-
-def _printed(printed: Printed | None) -> dict[str, Any] | None:
-    return None if printed is None else dict(vars(printed))
-
-
-def _trial(trial: Trial) -> dict[str, Any]:
-    return {name: value for name, value in vars(trial).items() if name not in ("commits", "data")}
+def _finished(cell: Cell, runs: Path, changed: Mapping[str, Any]) -> dict[int, Trial]:
+    if cell.not_run is not None:
+        return {}
+    trials = {}
+    for seed in sorted(seeds_in(task_of(cell, 0, runs, changed).folder)):
+        trial = read(task_of(cell, seed, runs, changed))
+        if trial is not None:
+            trials[seed] = trial
+    return trials

@@ -15,30 +15,42 @@ class Printed:
     """Test accuracy in percent, mean and standard deviation, as the paper has them.
 
     spread: None where the paper, or the copy of it that was read, has none.
+    source: the table that it is from, if that is another than the one it is shown in.
     """
 
     mean: float
     spread: float | None = None
+    source: str | None = None
 
 
 @dataclass(frozen=True)
 class Row:
     """One method of one block.
 
-    method: what ``dpkernels train`` calls it. not_run: why it is not run here, if so.
+    method: what ``dpkernels train`` calls it.
+    printed: the row's epsilons, with the paper's figures where it has them.
+    not_run: why it is not run here, if so.
+    settings: options of ``dpkernels train`` of this row, over the block's.
+    elsewhere: figures of other tables, for epsilons that the row lacks.
     """
 
     label: str
     method: str
-    printed: Mapping[Epsilon, Printed]
+    printed: Mapping[Epsilon, Printed | None]
     not_run: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    elsewhere: Mapping[Epsilon, Printed] = field(default_factory=dict)
+
+    def figure(self, epsilon: Epsilon) -> Printed | None:
+        """Return what the paper printed, here or elsewhere; None if nothing."""
+        return self.printed.get(epsilon) or self.elsewhere.get(epsilon)
 
 
 @dataclass(frozen=True)
 class Block:
     """The rows of one data set.
 
-    settings: options of ``dpkernels train`` that all rows share.
+    settings: options of ``dpkernels train`` that all rows share, but for those of their own.
     not_run: why no row of it is run here, if so.
     """
 
@@ -50,12 +62,21 @@ class Block:
 
 @dataclass(frozen=True)
 class Table:
-    """One table. notes: where the run here differs from the paper's."""
+    """One table.
 
-    number: int
+    name: the paper's number, or a word for one that the paper does not have.
+    notes: where the run here differs from the paper's.
+    """
+
+    name: str
     caption: str
     blocks: tuple[Block, ...]
     notes: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The name as people write it."""
+        return f"Table {self.name}" if self.name.isdigit() else self.name
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +93,11 @@ class Cell:
         """Why it is not run here, if so."""
         return self.block.not_run or self.row.not_run
 
+    @property
+    def key(self) -> tuple[str, str, Epsilon]:
+        """What tells it from the table's other cells."""
+        return self.block.title, self.row.label, self.epsilon
+
 
 def cells(
     table: Table, epsilons: Sequence[float] | None = None, methods: Sequence[str] | None = None
@@ -84,12 +110,10 @@ def cells(
     known = sorted({row.method for block in table.blocks for row in block.rows})
     for method in methods or ():
         if method not in known:
-            raise ValueError(
-                f"methods: table {table.number} has {', '.join(known)}, got {method!r}"
-            )
+            raise ValueError(f"methods: table {table.name} has {', '.join(known)}, got {method!r}")
     chosen = [cell for cell in _all(table, epsilons) if not methods or cell.row.method in methods]
     if not chosen:
-        raise ValueError(f"epsilon, methods: no cell of table {table.number} has these together")
+        raise ValueError(f"epsilon, methods: no cell of table {table.name} has these together")
     return chosen
 
 
@@ -99,7 +123,7 @@ def _all(table: Table, epsilons: Sequence[float] | None) -> Iterator[Cell]:
             if epsilons and None in row.printed:
                 continue
             for epsilon in epsilons or row.printed:
-                yield Cell(block, row, epsilon, row.printed.get(epsilon))
+                yield Cell(block, row, epsilon, row.figure(epsilon))
 
 
 def in_running_order(wanted: Sequence[Cell], seeds: int) -> list[tuple[Cell, int]]:

@@ -1,25 +1,42 @@
-"""One training for one cell and seed, in its own folder: begun, gone on with, or read."""
+"""One training, in its own folder: begun, gone on with, or read."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
-import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpkernels.repro import provenance
-from dpkernels.repro.opacus_peer import train_with_opacus
-from dpkernels.repro.tables import Block, Cell
+from dpkernels.repro.attempts import Attempt, read_attempts
+from dpkernels.repro.dp_kfc import PLAIN
+from dpkernels.repro.opacus_peer import require_opacus, train_with_opacus
+from dpkernels.repro.tables import Cell, Epsilon
 from dpkernels.train.loop import train
 from dpkernels.train.methods import METHODS
 from dpkernels.train.options import Options, filled_in
 from dpkernels.train.outputs import CHECKPOINT, REPORT
 
-ATTEMPTS = "attempts.json"
+# Options that a folder's path shows, or that do not change what is trained.
+_IN_THE_PATH = ("dataset", "model", "method", "epsilon", "seed", "data_dir")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A training that is wanted.
+
+    name: for people. opacus: the mode of Opacus' DP-SGD that is run instead of ours, if any.
+    timed: for the clock: if it was stopped, it is begun again instead of gone on with.
+    """
+
+    name: str
+    options: Options
+    folder: Path
+    opacus: str | None = None
+    timed: bool = False
 
 
 @dataclass(frozen=True)
@@ -28,119 +45,146 @@ class Trial:
 
     accuracy: in percent. epsilon: really spent; None if there is no guarantee.
     samples_per_second: of training, refreshes included, evaluation left out.
-    wall_seconds: of everything: data, calibration, first estimate, training, evaluation.
     data: which part of the data set was there, and how it was normalised.
-    commits: of the sources that ran, ``+`` where they differed from the commit.
+    attempts: where, when and beside what it ran; more than one if it was stopped.
     """
 
     accuracy: float
     epsilon: float | None
     samples_per_second: float
-    wall_seconds: float
     data: str
-    commits: tuple[str, ...]
+    attempts: tuple[Attempt, ...]
+
+    @property
+    def wall_seconds(self) -> float:
+        """Of everything: data, calibration, first estimate, training, evaluation."""
+        return sum(attempt.seconds or 0.0 for attempt in self.attempts)
 
 
 def options_of(cell: Cell, seed: int, changed: Mapping[str, Any]) -> Options:
-    """Return the options of a cell's training: the block's settings, but for those ``changed``."""
-    given = {**cell.block.settings, **changed, "method": cell.row.method, "seed": seed}
-    if METHODS[cell.row.method].optimizer is not None:  # the method is an optimizer itself
-        del given["optimizer"]
-    return filled_in(given | {"epsilon": cell.epsilon})
+    """Return the options of a cell's training: block's, row's, then ``changed`` settings."""
+    settings = {**cell.block.settings, **cell.row.settings, **changed}
+    return _filled_in(settings, cell.row.method, cell.epsilon, seed)
 
 
-def folder_of(runs: Path, options: Options) -> Path:
-    """Return the folder of a training; tables that share a training share the folder."""
-    return _folder(runs, options, options.method)
+def _filled_in(
+    settings: Mapping[str, Any], method: str, epsilon: Epsilon, seed: int | None
+) -> Options:
+    given = {**settings, "method": method, "epsilon": epsilon, "seed": seed}
+    if METHODS[method].optimizer is not None:  # the method is an optimizer itself
+        given.pop("optimizer", None)
+    return filled_in(given)
 
 
-def run(options: Options, folder: Path, *, progress: bool) -> Trial:
-    """Return the training in ``folder``; finish it first if it is not there or not at its end.
+def folder_of(runs: Path, options: Options, name: str | None = None) -> Path:
+    """Return the folder of a training; tables that share a training share the folder.
+
+    Where options are not the paper's plain ones, the method's folder has a digest of those that
+    differ. name: instead of the method's.
+    """
+    private = METHODS[options.method].not_private is None
+    budget = f"eps-{options.epsilon:g}" if private else "no-eps"
+    method = (name or options.method) + _digest(options)
+    return runs / f"{options.dataset}-{options.model}" / method / budget / f"seed-{options.seed}"
+
+
+def _digest(options: Options) -> str:
+    settings = PLAIN.get(options.dataset, {"dataset": options.dataset})
+    plain = _filled_in(settings, options.method, options.epsilon, options.seed)
+    had, wanted = dataclasses.asdict(plain), dataclasses.asdict(options)
+    own = {n: v for n, v in wanted.items() if n not in _IN_THE_PATH and v != had[n]}
+    if not own:
+        return ""
+    return "-" + hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def task_of(cell: Cell, seed: int, runs: Path, changed: Mapping[str, Any]) -> Task:
+    """Return the training of one cell and seed, in its folder in ``runs``."""
+    budget = "no epsilon" if cell.epsilon is None else f"epsilon {cell.epsilon:g}"
+    options = options_of(cell, seed, changed)
+    name = f"{cell.block.title}, {cell.row.label}, {budget}, seed {seed}"
+    return Task(name, options, folder_of(runs, options))
+
+
+def perform(task: Task, *, jobs: int = 1, progress: bool = False) -> Trial:
+    """Return the training of ``task``; finish it first if it is not at its end.
+
+    jobs: how many trainings run at once, for the record. progress: show a bar.
 
     Raises ValueError if the folder holds a training with other options, KeyboardInterrupt, with a
     checkpoint written, after Ctrl-C.
     """
-
-    def finish() -> None:
-        resume = (folder / CHECKPOINT).exists()
-        train(options, folder, resume=resume, progress=progress)
-
-    return _finished(options, folder, finish)
-
-
-def opacus_options(block: Block, epsilon: float, changed: Mapping[str, Any]) -> Options:
-    """Return what Opacus' DP-SGD is run with: the block's settings, seed 0."""
-    given = {**block.settings, **changed, "method": "dp-sgd", "epsilon": epsilon, "seed": 0}
-    return filled_in(given)
-
-
-def run_opacus(options: Options, mode: str, runs: Path) -> Trial:
-    """Return Opacus' training in ``mode``, ``hooks`` or ``ghost``; it is run in one piece."""
-    folder = _folder(runs, options, f"opacus-{mode}")
-
-    def finish() -> None:
-        options.write(folder)
-        report = train_with_opacus(options, mode)
-        (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
-
-    return _finished(options, folder, finish)
-
-
-def _finished(options: Options, folder: Path, finish: Callable[[], None]) -> Trial:
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = task.folder
     if (folder / CHECKPOINT).exists() or (folder / REPORT).exists():
-        _check_same(options, folder)
-    if not (folder / CHECKPOINT).exists() and not (folder / REPORT).exists():
-        (folder / ATTEMPTS).unlink(missing_ok=True)  # nothing is left of earlier ones
-    if not (folder / REPORT).exists():
-        begun = time.perf_counter()
-        try:
-            with warnings.catch_warnings():  # the table says that seeds are fixed
-                warnings.filterwarnings("ignore", message=".*with the fixed seed")
-                finish()
-        finally:
-            _note_attempt(folder, time.perf_counter() - begun)
-    return _read(folder)
+        different = _difference(task.options, folder)
+        if different is not None:
+            raise ValueError(different)
+    done = read(task)
+    if done is not None:
+        return done
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / REPORT).unlink(missing_ok=True)  # half written, if it is there
+    resume = (folder / CHECKPOINT).exists() and not task.timed
+    if task.opacus is not None:
+        require_opacus()  # its import is on no clock
+    with Attempt.recorded(folder, jobs=jobs, goes_on=resume), warnings.catch_warnings():
+        # The table says that seeds are fixed.
+        warnings.filterwarnings("ignore", message=".*with the fixed seed")
+        if task.opacus is None:
+            train(task.options, folder, resume=resume, progress=progress)
+        else:
+            task.options.write(folder)
+            report = train_with_opacus(task.options, task.opacus)
+            (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+    trial = read(task)
+    assert trial is not None  # the report has just been written
+    return trial
 
 
-def _folder(runs: Path, options: Options, method: str) -> Path:
-    private = METHODS[options.method].not_private is None
-    budget = f"eps-{options.epsilon:g}" if private else "no-eps"
-    return runs / f"{options.dataset}-{options.model}" / method / budget / f"seed-{options.seed}"
-
-
-def _check_same(options: Options, folder: Path) -> None:
-    had, wanted = (dataclasses.asdict(one) for one in (Options.read(folder), options))
-    for name, value in wanted.items():
-        # Where the data is may have changed since; what it is has not.
-        if name != "data_dir" and had[name] != value:
-            raise ValueError(
-                f"{name}: the training in {folder} has {had[name]!r}, the table wants {value!r}; "
-                "name another folder with --runs"
-            )
-
-
-def _note_attempt(folder: Path, seconds: float) -> None:
-    attempts = _attempts(folder)
-    attempts.append({"seconds": seconds, **provenance.commit()})
-    (folder / ATTEMPTS).write_text(json.dumps(attempts, indent=2) + "\n")
-
-
-def _attempts(folder: Path) -> list[dict[str, Any]]:
-    file = folder / ATTEMPTS
-    found: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
-    return found
-
-
-def _read(folder: Path) -> Trial:
-    report = json.loads((folder / REPORT).read_text())
-    attempts = _attempts(folder)
-    commits = {one["commit"] + ("+" if one["dirty"] else "") for one in attempts}
+def read(task: Task) -> Trial | None:
+    """Return the training of ``task`` if it is at its end, and has its options; else None."""
+    folder = task.folder
+    report = _report(folder)
+    if report is None or _difference(task.options, folder) is not None:
+        return None
     return Trial(
         100 * report["accuracy"],
         report["privacy"]["epsilon"],
         report["samples_per_second"],
-        sum(one["seconds"] for one in attempts),
         report["data"],
-        tuple(sorted(commits)),
+        read_attempts(folder),
     )
+
+
+def _report(folder: Path) -> dict[str, Any] | None:
+    """Return the report; None if there is none, or half of one, as a kill can leave it."""
+    try:
+        found: dict[str, Any] = json.loads((folder / REPORT).read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return found
+
+
+def seeds_in(folder: Path) -> Iterator[int]:
+    """Yield the seeds of the trainings that lie beside that in ``folder``, itself included."""
+    for found in sorted(folder.parent.glob("seed-*")):
+        yield int(found.name.removeprefix("seed-"))
+
+
+def epsilons_in(folder: Path) -> Iterator[float]:
+    """Yield the budgets that the method of the training in ``folder`` was trained with."""
+    for found in sorted(folder.parent.parent.glob("eps-*")):
+        yield float(found.name.removeprefix("eps-"))
+
+
+def _difference(options: Options, folder: Path) -> str | None:
+    """Return in what the training in ``folder`` is another than that of ``options``, if it is."""
+    had, wanted = (dataclasses.asdict(one) for one in (Options.read(folder), options))
+    for name, value in wanted.items():
+        # Where the data is may have changed since; what it is has not.
+        if name != "data_dir" and had[name] != value:
+            return (
+                f"{name}: the training in {folder} has {had[name]!r}, the table wants {value!r}; "
+                "name another folder with --runs"
+            )
+    return None

@@ -9,75 +9,30 @@ import signal
 import pytest
 import torch
 
-from dpkernels import cli
 from dpkernels.train import loop
 from python_tests.optional_packages import optional_package
-from python_tests.train.files import write_mnist
+from python_tests.repro.files import STEPS, attempts_of, content_of, grid, markdown_of, training_of
 
 optional_package("matplotlib")
 
-RECORDS, TESTED, STEPS = 300, 50, 5  # round(300 / 64) steps in an epoch
 TWO_METHODS = ("--methods", "dp-sgd", "dp-adambc")
-
-
-@pytest.fixture(scope="module")
-def data_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    write_mnist(folder / "mnist", RECORDS, TESTED)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def repro(data_dir):
-    """Return the command, one epoch and two seeds, that writes to ``folder``."""
-
-    def command(folder, *arguments, table=1):
-        common = ["--table", str(table), "--seeds", "2", "--epochs", "1", "--batch-size", "64"]
-        common += ["--data-dir", str(data_dir), "--runs", str(folder / "runs"), "--quiet"]
-        return cli.main(
-            ["repro", "dp-kfc", *common, "--output", str(folder / "out"), *map(str, arguments)]
-        )
-
-    return command
 
 
 @pytest.fixture(scope="module")
 def finished(repro, tmp_path_factory):
     """Return the folder of a small table that was trained without disturbance."""
     folder = tmp_path_factory.mktemp("finished")
-    assert repro(folder, "--epsilon", 2, 1, *TWO_METHODS, "dp-kfc") == 0
+    assert repro(folder, "--epsilon", 2, 1, *TWO_METHODS, "disk") == 0
     return folder
-
-
-def content_of(folder, table=1):
-    return json.loads((folder / "out" / f"dp_kfc_table{table}.json").read_text())
-
-
-def markdown_of(folder, table=1):
-    return (folder / "out" / f"dp_kfc_table{table}.md").read_text()
-
-
-def grid(text, first):
-    """Return the rows of the Markdown table whose first columns are ``first``."""
-    lines = text[text.index(f"| {first} |") :].split("\n\n")[0].splitlines()
-    names, _, *rows = ([part.strip() for part in line.strip("|").split("|")] for line in lines)
-    return [dict(zip(names, row, strict=True)) for row in rows]
-
-
-def without_clocks(cells):
-    clocks = ("samples_per_second", "wall_seconds")
-    return [
-        cell | {"ours": {k: v for k, v in (cell["ours"] or {}).items() if k not in clocks}}
-        for cell in cells
-    ]
 
 
 def test_ours_is_the_mean_and_spread_of_the_trainings(finished):
     cells = content_of(finished)["cells"]
     assert len(cells) == 6
     for cell in cells:
-        runs = finished / "runs" / "mnist-cnn" / cell["method"] / f"eps-{cell['epsilon']:g}"
-        reports = [json.loads((runs / f"seed-{n}" / "report.json").read_text()) for n in (0, 1)]
+        seed_0 = training_of(finished / "runs", cell["method"], cell["epsilon"])
+        trainings = [seed_0, seed_0.with_name("seed-1")]
+        reports = [json.loads((one / "report.json").read_text()) for one in trainings]
         a, b = (100 * report["accuracy"] for report in reports)
         assert cell["ours"]["seeds"] == 2
         assert cell["ours"]["mean"] == pytest.approx((a + b) / 2)
@@ -85,16 +40,13 @@ def test_ours_is_the_mean_and_spread_of_the_trainings(finished):
         assert cell["ours"]["spread"] == pytest.approx(abs(a - b) / math.sqrt(2))
         assert cell["ours"]["epsilon"] == reports[0]["privacy"]["epsilon"] <= cell["epsilon"]
         assert reports[0]["options"]["seed"] == 0 and reports[1]["options"]["seed"] == 1
-        training = [RECORDS / report["samples_per_second"] for report in reports]
-        assert cell["ours"]["wall_seconds"] > min(training)
+        assert cell["ours"]["accuracies"] == {"0": a, "1": b}
 
 
 def test_differences_in_markdown_are_those_of_its_columns(finished):
     rows = grid(markdown_of(finished), "method | epsilon")
     assert [(row["method"], row["epsilon"]) for row in rows] == [
-        (method, epsilon)
-        for method in ("DP-SGD", "DP-AdamBC", "Synthetic DP-KFC")
-        for epsilon in ("2", "1")
+        (method, epsilon) for method in ("DP-SGD", "DiSK", "DP-AdamBC") for epsilon in ("1", "2")
     ]
     for row in rows:
         paper, ours = (float(row[name].split(" ± ")[0]) for name in ("paper", "ours"))
@@ -104,12 +56,20 @@ def test_differences_in_markdown_are_those_of_its_columns(finished):
 
 def test_the_table_says_how_it_was_made_and_names_no_folder(finished, data_dir):
     text = markdown_of(finished)
-    assert "Poisson sampling" in text and "Not the paper's settings: epochs = 1" in text
+    assert "Poisson sampling" in text and "Not the table's settings: epochs = 1" in text
     assert "Data: normalised by published constants." in text
     assert "batch_size 64, epochs 1" in text and "Seeds are fixed" in text
     written = content_of(finished)
-    assert written["provenance"]["versions"]["torch"] == torch.__version__
-    assert written["commits_of_trainings"]
+    assert written["command"] == (
+        "dpkernels repro dp-kfc --table 1 --epsilon 2 1 --methods dp-sgd dp-adambc disk "
+        "--seeds 2 --jobs 1 --epochs 1 --batch-size 64"
+    )
+    assert written["command"] in text
+    (origin,) = written["trained_by"]
+    assert origin["pieces"] == 12 and origin["jobs"] == 1
+    assert origin["threads"] == torch.get_num_threads() and origin["cpu"] in text
+    assert origin["versions"]["torch"] == torch.__version__
+    assert {"commit", "dirty", "cores"} < origin.keys() and origin["commit"] in text
     for folder in (finished, data_dir):
         assert str(folder) not in text + json.dumps(written)
     picture = (finished / "out" / "dp_kfc_table1.png").read_bytes()
@@ -151,15 +111,47 @@ def test_an_interrupted_table_ends_as_an_undisturbed_one(
         for cell in content_of(finished)["cells"]
         if cell["epsilon"] == 1 and cell["method"] in TWO_METHODS
     ]
-    assert without_clocks(content_of(tmp_path)["cells"]) == without_clocks(whole)
+    assert content_of(tmp_path)["cells"] == whole
 
-    folder = tmp_path / "runs" / "mnist-cnn" / "dp-adambc" / "eps-1" / "seed-0"
-    attempts = json.loads((folder / "attempts.json").read_text())
-    assert len(attempts) == 2
-    seconds = sum(attempt["seconds"] for attempt in attempts)
-    both = content_of(tmp_path)["cells"][1]["ours"]["wall_seconds"]
-    other = json.loads((folder.parent / "seed-1" / "attempts.json").read_text())
-    assert both == pytest.approx((seconds + other[0]["seconds"]) / 2)
+    attempts = attempts_of(training_of(tmp_path / "runs", "dp-adambc"))
+    assert len(attempts) == 2 and all(attempt["seconds"] > 0 for attempt in attempts)
+
+
+def test_a_killed_training_is_gone_on_with_and_leaves_its_commit(tmp_path, repro, monkeypatch):
+    """What a kill in the middle of the last write leaves, which no handler sees."""
+    arguments = (tmp_path, "--epsilon", 1, "--methods", "dp-sgd")
+    assert repro(*arguments) == 0
+    before = content_of(tmp_path)["cells"]
+    training = training_of(tmp_path / "runs", "dp-sgd")
+    report = (training / "report.json").read_text()
+    (training / "report.json").write_text(report[:40])
+    (killed,) = attempts_of(training)
+    killed |= {"seconds": None, "others": None, "commit": "of-the-killed-one"}
+    (training / "attempts.json").write_text(json.dumps([killed]))
+    losses = Losses()
+    monkeypatch.setattr(loop, "cross_entropy", losses)
+    assert repro(*arguments) == 0
+    assert losses.count == 0  # its checkpoint was of the last step
+    assert content_of(tmp_path)["cells"] == before
+    assert (
+        json.loads((training / "report.json").read_text())["accuracy"]
+        == (json.loads(report)["accuracy"])
+    )
+    commits = [origin["commit"] for origin in content_of(tmp_path)["trained_by"]]
+    assert "of-the-killed-one" in commits and len(commits) == 2
+
+
+def test_the_record_of_an_attempt_is_there_before_its_first_step(tmp_path, repro, monkeypatch):
+    found = []
+
+    def look(*arguments, **options):
+        found.append(attempts_of(training_of(tmp_path / "runs", "dp-sgd", part="seed-0")))
+        return torch.nn.functional.cross_entropy(*arguments, **options)
+
+    monkeypatch.setattr(loop, "cross_entropy", look)
+    assert repro(tmp_path, "--epsilon", 1, "--methods", "dp-sgd", "--seeds", 1) == 0
+    ((first,), *_) = found
+    assert first["seconds"] is None and first["commit"] and first["jobs"] == 1
 
 
 def test_another_table_reads_what_is_trained_already(finished, repro, monkeypatch):
@@ -168,16 +160,41 @@ def test_another_table_reads_what_is_trained_already(finished, repro, monkeypatc
     assert repro(finished, "--epsilon", 1, *TWO_METHODS, table=6) == 0
     assert losses.count == 0
     both = [content_of(finished, table)["cells"] for table in (1, 6)]
-    first = [cell for cell in both[0] if cell["epsilon"] == 1 and cell["method"] in TWO_METHODS]
-    assert first == both[1]
+    assert both[0] == both[1]
 
 
-def test_trainings_with_other_settings_are_not_taken(finished, repro, capsys):
-    before = markdown_of(finished)
-    assert repro(finished, "--epsilon", 1, *TWO_METHODS, "--epochs", 2) == 2
+def test_a_table_keeps_what_is_finished_whatever_is_asked_for(finished, repro, monkeypatch):
+    losses = Losses()
+    monkeypatch.setattr(loop, "cross_entropy", losses)
+    before = content_of(finished)["cells"]
+    assert len(before) == 6
+    assert repro(finished, "--epsilon", 1, "--methods", "dp-sgd", "--seeds", 1) == 0
+    assert content_of(finished)["cells"] == before and losses.count == 0
+    # An epsilon that neither the table nor the command has is found, too.
+    assert repro(finished, "--epsilon", 3, "--methods", "dp-sgd", "--seeds", 1) == 0
+    assert repro(finished, "--epsilon", 1, "--methods", "dp-sgd", "--seeds", 1) == 0
+    added = [cell for cell in content_of(finished)["cells"] if cell not in before]
+    assert [(cell["epsilon"], cell["ours"]["seeds"]) for cell in added] == [(3, 1)]
+    assert losses.count == STEPS
+    assert "92.9 ± 0.3 (Table 5)" in markdown_of(finished)
+
+
+def test_trainings_with_other_settings_are_not_taken(tmp_path, repro, capsys):
+    arguments = (tmp_path, "--epsilon", 1, *TWO_METHODS, "--seeds", 1)
+    assert repro(*arguments) == 0
+    assert repro(*arguments, "--epochs", 2) == 0
+    cells = content_of(tmp_path)["cells"]
+    assert len(list((tmp_path / "runs" / "mnist-cnn").iterdir())) == 4 and len(cells) == 2
+
+    # A folder whose training is not the one that its name stands for; the others go on.
+    options = next((tmp_path / "runs").glob("mnist-cnn/dp-sgd-*/eps-1/seed-0/options.json"))
+    options.write_text(options.read_text().replace('"clip": 1.0', '"clip": 2.0'))
+    capsys.readouterr()
+    both = [repro(*arguments, "--epochs", epochs) for epochs in (1, 2)]
+    assert sorted(both) == [0, 1]
     error = capsys.readouterr().err
-    assert "epochs: the training in" in error and "has 1, the table wants 2" in error
-    assert markdown_of(finished) == before
+    assert "DP-SGD, epsilon 1, seed 0: clip: the training in" in error
+    assert "has 2.0, the table wants 1.0; name another folder with --runs" in error
 
 
 def test_rows_without_data_are_listed_with_the_reason(tmp_path, repro, capsys):
@@ -199,33 +216,14 @@ def test_what_this_package_cannot_run_is_listed_with_the_paper_s_cells(tmp_path,
     assert [cell["ours"] for cell in content_of(tmp_path, 2)["cells"]] == [None, None]
 
 
-def test_opacus_is_timed_by_the_same_command(tmp_path, repro):
-    optional_package("opacus")
-    # Of Table 7 the other data sets are not there; its only epsilon is 2.
-    assert repro(tmp_path, "--methods", "dp-sgd", "--with-opacus", table=7) == 0
-    written = content_of(tmp_path, 7)
-    assert list(written["opacus_dp_sgd"]) == ["MNIST"]
-    opacus = written["opacus_dp_sgd"]["MNIST"]
-    assert list(opacus) == ["hooks", "ghost"]
-    for trial in opacus.values():
-        # Opacus searches noise until epsilon is within 0.01 of the budget.
-        assert 1.99 <= trial["epsilon"] <= 2
-        assert trial["wall_seconds"] > RECORDS / trial["samples_per_second"]
-    ours, *missing = (cell["ours"] for cell in written["cells"])
-    assert missing == [None, None]
-    row, *_ = grid(markdown_of(tmp_path, 7), "method | accuracy")
-    for mode, trial in opacus.items():
-        training = ours["samples_per_second"] / trial["samples_per_second"]
-        whole = trial["wall_seconds"] / ours["wall_seconds"]
-        assert row[f"training vs. {mode}"] == f"{training:.2f}x"
-        assert row[f"whole run vs. {mode}"] == f"{whole:.2f}x"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--table", "3"], "table must be one of 1, 2, 5, 6, 7, got 3"),
+        (["--table", "3"], "table must be one of 1, 2, 5, 6, 7, tuned, got 3"),
         (["--seeds", "0"], "seeds must be an integer >= 1, got 0"),
+        (["--jobs", "0"], "jobs must be an integer >= 1, got 0"),
+        (["--timing", "--jobs", "2"], "jobs: what is timed runs alone, got 2"),
+        (["--timing", "--timing-repeats", "0"], "timing_repeats must be an integer >= 1"),
         (["--methods", "magic"], "methods: table 1 has adadps, disk, dp-adambc"),
         (["--epsilon", "-1"], "epsilon must be a finite number > 0"),
         (["--data-dir", "nowhere"], "data_dir: nowhere is not a folder"),
