@@ -1,4 +1,4 @@
-"""Accuracy over epsilon, the paper's dashed and ours solid."""
+"""Accuracy over epsilon, or over methods where there is one epsilon; paper's and ours."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ def draw(progress: Progress, file: Path) -> None:
     figure = Figure(figsize=(6.4 * max(1, len(titles)), 4.8), layout="constrained")
     panels = figure.subplots(1, max(1, len(titles)), squeeze=False)[0]
     for axes, title in zip(panels, titles, strict=False):
-        _panel(axes, [result for result in results if result.cell.block.title == title])
-        axes.set(title=title, xlabel="epsilon", ylabel="test accuracy, %")
-        axes.legend(fontsize="x-small")
-    figure.suptitle(f"DP-KFC, {progress.table.title}: paper dashed, ours solid")
+        shown = [result for result in results if result.cell.block.title == title]
+        axes.set(title=title, ylabel="test accuracy, %")
+        if len({result.cell.epsilon for result in shown}) == 1:
+            _over_methods(axes, shown)
+        else:
+            _over_epsilon(axes, shown)
+    figure.suptitle(f"DP-KFC, {progress.table.title}: paper crosses, ours dots")
     figure.savefig(file, dpi=150)
 
 
-def _panel(axes: Any, results: Sequence[Result]) -> None:
+def _over_epsilon(axes: Any, results: Sequence[Result]) -> None:
     labels = list(dict.fromkeys(result.cell.row.label for result in results))
     for n, label in enumerate(labels):
         row = sorted(
@@ -48,6 +51,21 @@ def _panel(axes: Any, results: Sequence[Result]) -> None:
     axes.set_xscale("log")
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
+    axes.set_xlabel("epsilon")
+    axes.legend(fontsize="x-small")
+
+
+def _over_methods(axes: Any, results: Sequence[Result]) -> None:
+    """Draw methods side by side: over their only epsilon they would hide each other."""
+    for n, result in enumerate(results):
+        printed, ours = result.cell.printed, result.ours
+        if printed is not None:
+            axes.errorbar(n - 0.1, printed.mean, printed.spread, fmt="x", color="grey", capsize=3)
+        if ours is not None:
+            axes.errorbar(n + 0.1, ours.mean, ours.spread, fmt="o", color=f"C{n}", capsize=3)
+    labels = [result.cell.row.label for result in results]
+    axes.set_xticks(range(len(results)), labels, rotation=20, ha="right")
+    axes.set_xlabel(f"epsilon = {results[0].cell.epsilon:g}")
 
 
 def _columns(rows: Sequence[tuple[Any, ...]], count: int = 2) -> list[list[Any]]:
