@@ -38,12 +38,15 @@ class Kfac(Refreshed[LayerMoments]):
     batches, batch_size: how many probes a refresh takes.
     damping: what is added to A and to G: pi + gamma of Algorithm 1, which adds one before and one
         after the eigendecomposition.
-    normalise: what the damping is measured by. ``none``: as it is, as in the paper. The G of a
-        convolution is a mean over all positions, and may be a thousandth of 1e-3: its factor is
-        then a multiple of the identity, which ``report()`` shows. ``damping``: the damping of each
-        side is multiplied by its mean eigenvalue. ``factors``: A and G are divided by their mean
+    normalise: what the damping is measured by. ``factors``: A and G are divided by their mean
         eigenvalues first, so that factors turn and stretch the gradient of a layer, but leave its
-        scale beside other layers, and the loss's units, alone.
+        scale beside other layers, and the loss's units, alone. ``damping``: the damping of each
+        side is multiplied by its mean eigenvalue. ``none``: as it is, as in the paper, which takes
+        ``damping=1e-3``. The G of a convolution is a mean over all positions, and may be a
+        thousandth of that: its factor is then a multiple of the identity, which ``report()``
+        shows; and layers without factors, LayerNorm say, are left behind by those that have some.
+        The defaults are those of six settings that did best on the last 10,000 of FashionMNIST's
+        training images, trained on the others at epsilon 1; MNIST agreed.
     sides: ``A``, ``G`` or both.
     rank: keep that many eigenpairs of each side and put the mean of the others in their place, for
         sides of more than 2 ``rank``, where it is the cheaper form; None keeps all.
@@ -73,8 +76,8 @@ class Kfac(Refreshed[LayerMoments]):
         *,
         batches: int = 8,
         batch_size: int = 256,
-        damping: float = 1e-3,
-        normalise: Normalise = "none",
+        damping: float = 0.1,
+        normalise: Normalise = "factors",
         sides: WhichSides = "AG",
         rank: int | None = None,
         diagonal: bool = False,

@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--average", type=float, help="decay of an average of parameters that is the model (none)")
     add = parser.add_argument_group("curvature", "methods with a preconditioner").add_argument
     add("--refresh-every", type=int, help="steps between estimates of curvature (an epoch, or 50)")
-    add("--damping", type=float, help="added to the factors (1e-3)")
-    add("--normalise", help="what damping is measured by: none (default), damping, factors")
+    add("--damping", type=float, help="added to the factors (0.1; AdaDPS 0.01)")
+    add("--normalise", help="what damping is measured by: factors (default), damping, none")
     add("--sides", help="which factors: AG (default), A or G")
     add("--rank", type=int, help="eigenpairs that are kept of each factor (all)")
     add("--probe-batches", type=int, help="batches of 256 probes in an estimate (8)")

@@ -33,7 +33,7 @@ class Setting:
 
     lr: the learning rate.
     refresh_every: steps after which curvature is estimated anew. seed: of the probes.
-    curvature: arguments of ``Kfac`` that are not its defaults.
+    curvature: arguments of ``Kfac`` or ``AdaDPS`` that are not its defaults.
     power: exponent of the spectrum of image probes. floor: DP-AdamBC's. kappa: DiSK's. None leaves
         each at its own default.
     """
@@ -147,12 +147,14 @@ def _adadps(probe: Callable[[Setting], Probe]) -> Callable[[Setting], Preconditi
             sum_of_losses,
             refresh_every=setting.refresh_every,
             seed=setting.seed,
+            **setting.curvature,
         )
 
     return make
 
 
 _SYNTHETIC_KFAC = (*_OF_KFAC, "power")
+_OF_ADADPS = ("damping", "probe_batches")
 
 METHODS: dict[str, Method] = {
     "dp-sgd": Method("clip, add noise, step"),
@@ -172,8 +174,11 @@ METHODS: dict[str, Method] = {
     "adadps": Method(
         "AdaDPS: a scale for each weight before the clip, from synthetic probes",
         _adadps(_synthetic),
+        options=(*_OF_ADADPS, "power"),
     ),
-    "adadps-public": Method("the same, scales from public data", _adadps(public_probe)),
+    "adadps-public": Method(
+        "the same, scales from public data", _adadps(public_probe), options=_OF_ADADPS
+    ),
     "dp-adambc": Method("Adam whose second moment is freed of the noise's", optimizer="adambc"),
     "disk": Method("a Kalman filter on the noisy gradients", filtered=True),
     "dp-kfc+adambc": Method(

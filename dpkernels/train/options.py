@@ -97,7 +97,7 @@ class Options:
         return cls(**found)
 
 
-_LEARNING_RATES = {"sgd": 0.1, "adam": 1e-3, "adamw": 1e-3, "adambc": 1e-3}
+_LEARNING_RATES = {"sgd": 0.1, "adam": 1e-3, "adamw": 1e-3, "adambc": 5e-4}
 # MNIST's and IMDB's are the paper's (Appendix H.1), but with Adam for images. For digits they were
 # chosen among five by dp-sgd's accuracy on the test part; adult's and cifar10's were not tuned.
 _DEFAULTS: dict[str, dict[str, Any]] = {

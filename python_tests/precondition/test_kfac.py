@@ -46,7 +46,8 @@ def dense_root(moment: Tensor, damping: float) -> Tensor:
 
 @pytest.mark.parametrize("damping", [1e-3, 1.0])
 def test_sides_are_damped_inverse_roots_of_the_moments(damping):
-    kfac = Kfac(network(), White(1, 4, 4), cross_entropy, batches=2, damping=damping)
+    given = {"batches": 2, "damping": damping, "normalise": "none"}
+    kfac = Kfac(network(), White(1, 4, 4), cross_entropy, **given)
     assert kfac.layers == {"0", "3", "4"}
     for name, moments in kfac.moments().items():
         sides = kfac.sides(name)
@@ -56,7 +57,8 @@ def test_sides_are_damped_inverse_roots_of_the_moments(damping):
 
 
 def test_a_low_rank_side_has_the_largest_eigenpairs_and_the_mean_of_the_others():
-    kfac = Kfac(network().double(), White(1, 4, 4), cross_entropy, rank=3, damping=0.1)
+    given = {"rank": 3, "damping": 0.1, "normalise": "none"}
+    kfac = Kfac(network().double(), White(1, 4, 4), cross_entropy, **given)
     sides, moment = kfac.sides("3"), kfac.moments()["3"].activations
     values, vectors = torch.linalg.eigh(moment)
     values[:-3] = values[:-3].mean()
@@ -295,7 +297,8 @@ def test_the_report_shows_how_much_a_factor_stretches(form):
 
 def test_the_report_says_which_sides_damping_has_drowned():
     # A convolution's G is a mean over positions: here about a thousandth of the damping.
-    kfac = Kfac(network(), White(1, 4, 4), cross_entropy, batches=1, damping=1.0)
+    given = {"batches": 1, "damping": 1.0, "normalise": "none"}
+    kfac = Kfac(network(), White(1, 4, 4), cross_entropy, **given)
     rows = {layer.name: layer for layer in kfac.report().layers}
     assert rows["0"].why == "G: a multiple of the identity" and rows["0"].stretch_g < 1.01
     factor = kfac.sides("0").left.matrix

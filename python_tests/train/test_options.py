@@ -32,9 +32,10 @@ VALUES = {
     "kappa": 0.5,
 }
 KFAC = {"dp-kfc", "dp-kfc-public", "dp-kfc-oracle", "dp-kfc+adambc", "dp-kfc+disk"}
-SYNTHETIC = {"dp-kfc", "dp-kfc+adambc", "dp-kfc+disk"}
+SYNTHETIC = {"dp-kfc", "dp-kfc+adambc", "dp-kfc+disk", "adadps"}
 TAKERS = {
-    **dict.fromkeys(("damping", "normalise", "sides", "rank", "probe_batches"), KFAC),
+    **dict.fromkeys(("normalise", "sides", "rank"), KFAC),
+    **dict.fromkeys(("damping", "probe_batches"), KFAC | {"adadps", "adadps-public"}),
     "power": SYNTHETIC,
     "floor": {"dp-adambc", "dp-kfc+adambc"},
     "kappa": {"disk", "dp-kfc+disk"},
@@ -130,7 +131,7 @@ def test_curvature_is_estimated_as_asked(data_dir):
 
 def test_factors_are_normalised_as_asked(data_dir):
     given = {"dataset": "adult", "method": "dp-kfc", "probe_batches": 1}
-    assert ready(data_dir, normalise="factors", **given).preconditioner.normalise == "factors"
+    assert ready(data_dir, normalise="none", **given).preconditioner.normalise == "none"
 
 
 def test_floor_and_kappa_reach_the_optimizers(data_dir):
@@ -139,10 +140,10 @@ def test_floor_and_kappa_reach_the_optimizers(data_dir):
     assert ready(data_dir, dataset="adult", method="disk", kappa=0.5).optimizer.kappa == 0.5
 
 
-def test_what_is_left_out_is_as_it_was_without_the_option(data_dir):
+def test_what_is_left_out_is_the_method_s_default(data_dir):
     kfac = ready(data_dir, dataset="mnist", model="logistic", method="dp-kfc").preconditioner
     report = kfac.report()
-    assert report.damping == 1e-3 and kfac.normalise == "none" and kfac.rank is None
+    assert report.damping == 0.1 and kfac.normalise == "factors" and kfac.rank is None
     assert report.probes.startswith("8 x 256 of pink noise")
     assert ready(data_dir, dataset="adult", method="disk").optimizer.kappa == 0.7
 
