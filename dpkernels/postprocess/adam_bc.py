@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,9 @@ from torch.optim.optimizer import ParamsT
 from dpkernels.ops.checks import check_finite
 from dpkernels.postprocess.noise_level import NoiseOf, NoiseStd, NoisyTraining, current
 
+# Of the noise's variance. Chosen, with a rate of 5e-4, among four on the last 10,000 of MNIST's and
+# FashionMNIST's training images, behind DP-KFC at epsilon 1.
+_FLOOR = 0.1
 # Where there is no noise: the square of Adam's eps.
 _LEAST = 1e-16
 # Adam's own names, in the order m, v.
@@ -35,14 +37,14 @@ class DPAdamBC(Optimizer):
         returns that of the gradient that is there now. None: ``follow`` says it later.
     floor: gamma' of the paper, in units of squared gradients; there, the step is
         lr m_hat / sqrt(floor). The smaller it is, the larger are the steps of elements whose
-        gradient is lost in the noise. None: the standard deviation that noise alone gives v_hat,
-        n_hat sqrt(2 s), s being the sum of the squared weights that v_hat gives to past gradients:
-        s = (1 - b2) / (1 + b2) * (1 + b2^t) / (1 - b2^t). What is below cannot be told from noise.
-        It is high in the first steps, when v_hat knows little, and goes along with sigma, C and B.
+        gradient is lost in the noise. None: a tenth of n_hat, so that it goes along with sigma, C
+        and B. Noise alone spreads v_hat by n_hat sqrt(2 / t), and n_hat sqrt(1 - b2) in the end,
+        a thirtieth: what is below a tenth is mostly noise. Elements at this floor move 3.2 times as
+        far as with Adam at the same rate, hence a lower default.
 
     With ``make_private``, which needs the optimizer first::
 
-        optimizer = DPAdamBC(model.parameters(), lr=1e-3)
+        optimizer = DPAdamBC(model.parameters(), lr=5e-4)
         training = make_private(model, optimizer, ...)
         optimizer.follow(training)
 
@@ -54,7 +56,7 @@ class DPAdamBC(Optimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-3,
+        lr: float = 5e-4,
         betas: tuple[float, float] = (0.9, 0.999),
         *,
         noise_std: NoiseStd | None = None,
@@ -146,17 +148,15 @@ def _update(
     torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
     # The correction is common to v and n, and divided by after the root, as Adam does.
     roots = torch._foreach_sub(squares, group["noise_moment"])
-    torch._foreach_clamp_min_(roots, _floor(group, beta2) * correction2)
+    torch._foreach_clamp_min_(roots, _floor(group, correction2) * correction2)
     torch._foreach_sqrt_(roots)
     torch._foreach_div_(roots, correction2**0.5)
     torch._foreach_addcdiv_(parameters, means, roots, -group["lr"] / correction1)
 
 
-def _floor(group: dict[str, Any], beta2: float) -> float:
+def _floor(group: dict[str, Any], correction2: float) -> float:
     """Return what is divided by at least, squared, in units of v_hat."""
     if group["floor"] is not None:
         return float(group["floor"])
-    forgotten: float = beta2 ** group["steps"]
-    squared_weights = (1 - beta2) / (1 + beta2) * (1 + forgotten) / (1 - forgotten)
-    noise: float = group["noise_moment"] / (1 - forgotten)
-    return max(_LEAST, noise * math.sqrt(2 * squared_weights))
+    noise: float = group["noise_moment"] / correction2
+    return max(_LEAST, _FLOOR * noise)
