@@ -9,13 +9,15 @@ from dpkernels.repro.dp_kfc import PLAIN, TABLES
 from dpkernels.repro.tables import Block, Epsilon, Printed, Row, Table, cells
 
 _EPSILONS = (1.0, 2.0, 8.0)
-# By data set and method, over the paper's settings; anything that ``dpkernels train`` takes.
-_TUNED: dict[str, dict[str, dict[str, Any]]] = {
-    "mnist": {"dp-sgd": {}, "dp-kfc": {}},
-    "fashion": {"dp-sgd": {}, "dp-kfc": {}},
-}
-# Which settings were chosen, among which, by what, on which data set, and where only checked.
-_TUNED_ON = "Nothing has been tuned: these are the settings of Table 1."
+# Over the paper's settings: the defaults of ``dpkernels train`` for both data sets.
+_TUNED: dict[str, Any] = {"batch_size": 1024, "epochs": 10, "lr": 4e-3}
+_TUNED_ON = (
+    "Damping and normalisation of the factors, batch, epochs and rate were chosen for DP-KFC, "
+    "one after the other, by accuracy on the last 10,000 of FashionMNIST's training images at "
+    "epsilon 1, one seed, trained on the other 50,000; MNIST's last 10,000 were looked at, too, "
+    "before the choice was final. Test images were not. DP-SGD has the same batch, epochs and "
+    "rate. That search is not in epsilon."
+)
 # What may be beaten: the oracle and training without noise have no guarantee.
 _NO_GUARANTEE = ("dp-kfc-oracle", "sgd")
 
@@ -43,7 +45,7 @@ def _block(title: str, dataset: str) -> Block:
         printed: dict[Epsilon, Printed | None] = {
             epsilon: best_printed(dataset, epsilon, rival) for epsilon in _EPSILONS
         }
-        return Row(label, method, printed, settings=_TUNED[dataset][method])
+        return Row(label, method, printed, settings=_TUNED)
 
     rows = row("DP-SGD", "dp-sgd", "dp-sgd"), row("DP-KFC", "dp-kfc", None)
     return Block(title, rows, PLAIN[dataset])
