@@ -30,7 +30,7 @@ def means(number, title):
     return {
         (cell.row.method, cell.epsilon): cell.printed.mean
         for cell in cells(TABLES[number])
-        if cell.block.title.startswith(title)
+        if cell.block.title.startswith(title) and cell.printed is not None
     }
 
 
