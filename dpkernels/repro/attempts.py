@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dpkernels.repro import provenance
+from dpkernels.train.atomic import write_text
 
 FILE = "attempts.json"
 
@@ -77,9 +78,7 @@ def _write(folder: Path, attempts: tuple[Attempt, ...]) -> None:
     for attempt in attempts:
         row = dataclasses.asdict(attempt)
         rows.append({**row.pop("origin"), **row})
-    new = folder / f"{FILE}.new"
-    new.write_text(json.dumps(rows, indent=2) + "\n")
-    os.replace(new, folder / FILE)  # as a whole or not at all
+    write_text(folder / FILE, json.dumps(rows, indent=2) + "\n")
 
 
 def _busy_elsewhere() -> float | None:

@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data-dir", help="folder of the data sets (default $DPKERNELS_DATA)")
     add("--runs", type=Path, default=Path("runs") / "dp-kfc", help="folder of the trainings")
     add("--output", type=Path, default=Path("benchmarks") / "results", help="folder of the tables")
-    add("--epochs", type=int, help="instead of the paper's, for a trial")
-    add("--batch-size", type=int, help="instead of the paper's, for a trial")
+    add("--epochs", type=int, help="instead of the paper's: a trial, in files that say so")
+    add("--batch-size", type=int, help="likewise")
     add("--quiet", action="store_true", help="no progress bars")
 
 
@@ -185,13 +185,16 @@ def _write(progress: Progress, output: Path) -> list[Path]:
     from dpkernels.repro.markdown import render
     from dpkernels.repro.plot import draw
     from dpkernels.repro.record import to_dict
+    from dpkernels.train.atomic import write_text
 
     output.mkdir(parents=True, exist_ok=True)
     where = provenance.collect()
     name = progress.table.name
     stem = f"dp_kfc_table{name}" if name.isdigit() else f"dp_kfc_{name}"
+    # A trial has files of its own: it must not take the place of the table.
+    stem += "".join(f"_{setting}-{value}" for setting, value in progress.changed.items())
     files = [output / f"{stem}.{suffix}" for suffix in ("json", "md", "png")]
-    files[0].write_text(json.dumps(to_dict(progress, where), indent=1) + "\n")
-    files[1].write_text(render(progress, where))
+    write_text(files[0], json.dumps(to_dict(progress, where), indent=1) + "\n")
+    write_text(files[1], render(progress, where))
     draw(progress, files[2])
     return files

@@ -15,6 +15,7 @@ from dpkernels.repro.attempts import Attempt, read_attempts
 from dpkernels.repro.dp_kfc import PLAIN
 from dpkernels.repro.opacus_peer import require_opacus, train_with_opacus
 from dpkernels.repro.tables import Cell, Epsilon
+from dpkernels.train.atomic import write_text
 from dpkernels.train.loop import train
 from dpkernels.train.methods import METHODS
 from dpkernels.train.options import Options, filled_in
@@ -135,7 +136,7 @@ def perform(task: Task, *, jobs: int = 1, progress: bool = False) -> Trial:
         else:
             task.options.write(folder)
             report = train_with_opacus(task.options, task.opacus)
-            (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+            write_text(folder / REPORT, json.dumps(report, indent=2) + "\n")
     trial = read(task)
     assert trial is not None  # the report has just been written
     return trial

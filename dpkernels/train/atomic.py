@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``, beside it first: an interruption leaves no half of it."""
-    partial = path.with_name(f".{path.name}.partial")
+    """Write ``text`` to ``path``, beside it first: an interruption leaves no half of it.
+
+    Two processes may write one path: it is that of the last.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         partial.write_text(text)
         partial.replace(path)

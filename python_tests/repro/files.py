@@ -7,12 +7,17 @@ import json
 RECORDS, TESTED, STEPS = 300, 50, 5  # round(300 / 64) steps in an epoch
 
 
-def content_of(folder, table=1):
-    return json.loads((folder / "out" / f"dp_kfc_table{table}.json").read_text())
+def written_to(folder, suffix, table=1, epochs=1):
+    """Return a file of the table; all here are trials, which their names say."""
+    return folder / "out" / f"dp_kfc_table{table}_epochs-{epochs}_batch_size-64.{suffix}"
+
+
+def content_of(folder, table=1, epochs=1):
+    return json.loads(written_to(folder, "json", table, epochs).read_text())
 
 
 def markdown_of(folder, table=1):
-    return (folder / "out" / f"dp_kfc_table{table}.md").read_text()
+    return written_to(folder, "md", table).read_text()
 
 
 def training_of(folder, method, epsilon=1, part="seed-0"):

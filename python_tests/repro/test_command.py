@@ -11,7 +11,15 @@ import torch
 
 from dpkernels.train import loop
 from python_tests.optional_packages import optional_package
-from python_tests.repro.files import STEPS, attempts_of, content_of, grid, markdown_of, training_of
+from python_tests.repro.files import (
+    STEPS,
+    attempts_of,
+    content_of,
+    grid,
+    markdown_of,
+    training_of,
+    written_to,
+)
 
 optional_package("matplotlib")
 
@@ -72,7 +80,7 @@ def test_the_table_says_how_it_was_made_and_names_no_folder(finished, data_dir):
     assert {"commit", "dirty", "cores"} < origin.keys() and origin["commit"] in text
     for folder in (finished, data_dir):
         assert str(folder) not in text + json.dumps(written)
-    picture = (finished / "out" / "dp_kfc_table1.png").read_bytes()
+    picture = written_to(finished, "png").read_bytes()
     assert picture.startswith(b"\x89PNG")
 
 
@@ -181,10 +189,14 @@ def test_a_table_keeps_what_is_finished_whatever_is_asked_for(finished, repro, m
 
 def test_trainings_with_other_settings_are_not_taken(tmp_path, repro, capsys):
     arguments = (tmp_path, "--epsilon", 1, *TWO_METHODS, "--seeds", 1)
+    real = tmp_path / "out" / "dp_kfc_table1.json"
+    real.parent.mkdir()
+    real.write_text("the table with the paper's settings")
     assert repro(*arguments) == 0
     assert repro(*arguments, "--epochs", 2) == 0
-    cells = content_of(tmp_path)["cells"]
-    assert len(list((tmp_path / "runs" / "mnist-cnn").iterdir())) == 4 and len(cells) == 2
+    assert real.read_text() == "the table with the paper's settings"
+    assert len(list((tmp_path / "runs" / "mnist-cnn").iterdir())) == 4
+    assert [len(content_of(tmp_path, epochs=epochs)["cells"]) for epochs in (1, 2)] == [2, 2]
 
     # A folder whose training is not the one that its name stands for; the others go on.
     options = next((tmp_path / "runs").glob("mnist-cnn/dp-sgd-*/eps-1/seed-0/options.json"))

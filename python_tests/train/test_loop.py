@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,6 +113,22 @@ def test_an_interrupted_text_file_is_the_old_one(tmp_path, monkeypatch):
     assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
     write_text(file, "new")
     assert file.read_text() == "new"
+
+
+def test_two_processes_may_write_one_text_file(tmp_path, monkeypatch):
+    file, plain = tmp_path / "table.md", Path.write_text
+
+    def and_another_process_writes_too(path, text):
+        plain(path, text)
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "write_text", plain)
+            patched.setattr(os, "getpid", lambda: -1)
+            write_text(file, "of the other")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", and_another_process_writes_too)
+        write_text(file, "of the last")
+    assert file.read_text() == "of the last" and list(tmp_path.iterdir()) == [file]
 
 
 def test_the_clock_counts_the_first_estimate_and_all_others(tmp_path, train, monkeypatch):
