@@ -58,9 +58,14 @@ class _Crew:
 
     def train(self, task: Task) -> Outcome:
         """Wait for the training of ``task``; return what came of it."""
+        done = read(task)
+        if done is not None:  # without seconds of imports
+            return done
         task.folder.mkdir(parents=True, exist_ok=True)
         argument = encoded(task, jobs=self._jobs, threads=self._threads)
-        with (task.folder / LOG).open("wb") as log:
+        # Another command may have its log there, and what it says of earlier attempts is kept.
+        with (task.folder / LOG).open("ab") as log:
+            begins = log.tell()
             with self._lock:
                 if self._stopped:
                     return RuntimeError("stopped before it began")
@@ -79,7 +84,7 @@ class _Crew:
             with self._lock:
                 self._running.discard(process)
                 _close_input(process)
-        return _outcome(task, status)
+        return _outcome(task, status, begins)
 
     def stop(self) -> None:
         """Let every training write its checkpoint and end, and none begin."""
@@ -100,14 +105,16 @@ def _close_input(process: subprocess.Popen[bytes]) -> None:
         process.stdin.close()
 
 
-def _outcome(task: Task, status: int) -> Outcome:
+def _outcome(task: Task, status: int, begins: int) -> Outcome:
+    """Return what came of ``task``; begins: where its log does, in bytes."""
     if status == 0:
         trial = read(task)
         return trial if trial is not None else RuntimeError("it ended without a report")
     if status == STOPPED:
         return RuntimeError("stopped")
     log = task.folder / LOG
-    lines = log.read_text(errors="replace").strip().splitlines() or [f"status {status}"]
+    own = log.read_bytes()[begins:].decode(errors="replace")
+    lines = own.strip().splitlines() or [f"status {status}"]
     if status == MISSING:
         return FileNotFoundError(lines[-1])
     return RuntimeError(f"{lines[-1]} (all of it: {log})")

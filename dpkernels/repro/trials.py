@@ -15,6 +15,7 @@ from dpkernels.repro.attempts import Attempt, read_attempts
 from dpkernels.repro.dp_kfc import PLAIN
 from dpkernels.repro.opacus_peer import require_opacus, train_with_opacus
 from dpkernels.repro.tables import Cell, Epsilon
+from dpkernels.train.alone import alone_in
 from dpkernels.train.atomic import write_text
 from dpkernels.train.loop import train
 from dpkernels.train.methods import METHODS
@@ -112,18 +113,29 @@ def perform(task: Task, *, jobs: int = 1, progress: bool = False) -> Trial:
 
     jobs: how many trainings run at once, for the record. progress: show a bar.
 
-    Raises ValueError if the folder holds a training with other options, KeyboardInterrupt, with a
-    checkpoint written, after Ctrl-C.
+    Raises ValueError if the folder holds a training with other options, RuntimeError if another
+    process trains there, KeyboardInterrupt, with a checkpoint written, after Ctrl-C.
     """
+    done = _read_or_refuse(task)
+    if done is not None:
+        return done
+    task.folder.mkdir(parents=True, exist_ok=True)
+    with alone_in(task.folder):
+        # Another command may have finished it since.
+        return _read_or_refuse(task) or _finish(task, jobs, progress)
+
+
+def _read_or_refuse(task: Task) -> Trial | None:
     folder = task.folder
     if (folder / CHECKPOINT).exists() or (folder / REPORT).exists():
         different = _difference(task.options, folder)
         if different is not None:
             raise ValueError(different)
-    done = read(task)
-    if done is not None:
-        return done
-    folder.mkdir(parents=True, exist_ok=True)
+    return read(task)
+
+
+def _finish(task: Task, jobs: int, progress: bool) -> Trial:
+    folder = task.folder
     (folder / REPORT).unlink(missing_ok=True)  # half written, if it is there
     resume = (folder / CHECKPOINT).exists() and not task.timed
     if task.opacus is not None:
@@ -146,7 +158,7 @@ def read(task: Task) -> Trial | None:
     """Return the training of ``task`` if it is at its end, and has its options; else None."""
     folder = task.folder
     report = _report(folder)
-    if report is None or _difference(task.options, folder) is not None:
+    if report is None or not _has_options_of(task):
         return None
     return Trial(
         100 * report["accuracy"],
@@ -155,6 +167,13 @@ def read(task: Task) -> Trial | None:
         report["data"],
         read_attempts(folder),
     )
+
+
+def _has_options_of(task: Task) -> bool:
+    try:
+        return _difference(task.options, task.folder) is None
+    except (FileNotFoundError, ValueError):  # none, or those of another version
+        return False
 
 
 def _report(folder: Path) -> dict[str, Any] | None:

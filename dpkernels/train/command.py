@@ -87,22 +87,21 @@ def _train(options: argparse.Namespace, output: Path) -> str:
     """Train and return what is printed at the end."""
     from dataclasses import fields
 
+    from dpkernels.train.alone import alone_in
     from dpkernels.train.loop import train
     from dpkernels.train.options import Options, filled_in, resumed
     from dpkernels.train.outputs import CHECKPOINT
 
     given = {field.name: getattr(options, field.name) for field in fields(Options)}
-    if options.resume:
-        chosen = resumed(output, given)
-    else:
-        chosen = filled_in(given)
-        if (output / CHECKPOINT).exists():
+    chosen = resumed(output, given) if options.resume else filled_in(given)
+    output.mkdir(parents=True, exist_ok=True)
+    with alone_in(output):
+        if not options.resume and (output / CHECKPOINT).exists():
             raise ValueError(
                 f"output: {output} holds a run already; go on with it by --resume, or name another "
                 "--output"
             )
-        output.mkdir(parents=True, exist_ok=True)
-    outcome = train(chosen, output, resume=options.resume, progress=not options.quiet)
+        outcome = train(chosen, output, resume=options.resume, progress=not options.quiet)
     return f"{outcome.summary()}\nwritten to {output}"
 
 

@@ -9,7 +9,7 @@ from dpkernels.repro.record import to_dict
 from dpkernels.repro.results import Progress
 from dpkernels.repro.tables import Block, Printed, Row, Table, cells
 from dpkernels.repro.timing import Timing, timed_tasks
-from dpkernels.repro.trials import Trial
+from dpkernels.repro.trials import Trial, read, task_of
 from python_tests.repro.files import grid
 
 ROWS = (
@@ -61,3 +61,13 @@ def test_what_is_timed_is_a_sequence_repeated_in_folders_of_its_own(tmp_path):
     always = ["dp-sgd", "dp-kfc", "hooks", "ghost"]
     assert timed() == [(name, repeat) for repeat in "01" for name in always]
     assert ("disk", "1") in timed("disk")
+
+
+def test_a_folder_that_another_version_wrote_is_passed_over(tmp_path):
+    (cell,) = cells(TABLE, methods=["disk"])
+    task = task_of(cell, 0, tmp_path, {})
+    task.folder.mkdir(parents=True)
+    (task.folder / "report.json").write_text("{}")
+    assert read(task) is None
+    (task.folder / "options.json").write_text('{"colour": "blue"}')
+    assert read(task) is None

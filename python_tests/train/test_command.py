@@ -212,6 +212,24 @@ def test_a_run_is_neither_overwritten_nor_resumed_with_another_budget(tmp_path, 
     assert "epsilon: the run in" in capsys.readouterr().err
 
 
+def test_two_processes_do_not_train_in_one_folder(tmp_path, train, monkeypatch, capsys):
+    """Both would go on from one checkpoint, and release two trainings for the epsilon of one."""
+    others = []
+
+    def beside(*arguments):
+        # The lock is the open file's, so that one process can stand for two.
+        monkeypatch.setattr(loop, "evaluate", evaluate)
+        others.append(train(tmp_path, "--resume"))
+        return evaluate(*arguments)
+
+    evaluate = loop.evaluate
+    monkeypatch.setattr(loop, "evaluate", beside)
+    assert train(tmp_path, *SMALL) == 0
+    assert others == [2] and "another process trains in" in capsys.readouterr().err
+    # Afterwards, the folder is free.
+    assert train(tmp_path, "--resume") == 0
+
+
 def test_the_list_names_every_method(capsys):
     assert cli.main(["train", "--list"]) == 0
     listed = capsys.readouterr().out
