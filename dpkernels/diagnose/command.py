@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dataset", help="digits (default), mnist, fashion, cifar10, imdb, adult")
     add(
         "--model",
-        help="logistic, mlp, cnn, deep-cnn, vit; by default the data set's, cnn for digits",
+        help="logistic, mlp, cnn, deep-cnn, vit, bert; by default the data set's, cnn for digits",
     )
     add("--checkpoint", type=Path, help="folder of a finished dpkernels train, instead of training")
     add("--what", nargs="+", choices=WHAT, default=list(WHAT), help="which of them (default all)")
@@ -58,12 +58,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and write; return the exit status: 0, or 2 for what cannot be done."""
+    """Measure and write; return the exit status: 0, 2 for what cannot be done, 130 after Ctrl-C."""
     try:
         _diagnose(options)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"dpkernels diagnose: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\ndpkernels diagnose: stopped", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -21,11 +21,12 @@ from dpkernels.precondition.probes import ColouredNoise, PrivateData, Probe, Pub
 from dpkernels.privacy.calibration import calibrate_noise_multiplier
 from dpkernels.privacy.samplers import PoissonSampler
 from dpkernels.run.loader import PrivateLoader
-from dpkernels.train.data import Data, load, load_public
+from dpkernels.train.data import Data, load_public
 from dpkernels.train.methods import METHODS, Setting, make_optimizer, sum_of_losses, synthetic_probe
 from dpkernels.train.models import build
 from dpkernels.train.options import Options, resumed
 from dpkernels.train.outputs import MODEL, REPORT
+from dpkernels.train.prepared import data_of
 
 _SEED = 0  # figures can be drawn again; nothing here is private anyway
 _POINTS = 10  # of a history, beside the first
@@ -73,7 +74,7 @@ def load_subject(folder: Path, given: Mapping[str, Any]) -> Subject:
 
 
 def _subject(options: Options, folder: Path | None) -> Subject:
-    data = load(options.dataset, options.data_dir)
+    data = data_of(options)
     torch.manual_seed(_SEED if options.seed is None else options.seed)
     model, steps = build(options.model, data.shape, data.classes), 0
     if folder is not None:
@@ -169,7 +170,7 @@ def _sources(data: Data, data_dir: str | None) -> tuple[dict[str, Probe], tuple[
     else:
         sources["synthetic"] = synthetic
     try:
-        inputs, name = load_public(data.name, data_dir)
+        inputs, name = load_public(data.name, data_dir, tokens=data.kind == "tokens")
     except (ValueError, OSError) as error:
         return sources, (f"no public source: {error}",)
     sources[f"public, {name}"] = PublicData(inputs, classes=data.classes)

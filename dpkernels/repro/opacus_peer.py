@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from dpkernels.train.data import load
 from dpkernels.train.loop import evaluate
 from dpkernels.train.methods import METHODS, Setting, make_optimizer
 from dpkernels.train.models import build
 from dpkernels.train.options import Options
+from dpkernels.train.prepared import data_of
 
 MODES = ("hooks", "ghost")
 
@@ -42,10 +42,13 @@ def train_with_opacus(options: Options, mode: str) -> dict[str, Any]:
     mode: ``hooks`` stores per-sample gradients, ``ghost`` clips by norms alone.
     """
     from opacus import PrivacyEngine
+    from opacus.validators import ModuleValidator
 
-    data = load(options.dataset, options.data_dir)
+    data = data_of(options)
     torch.manual_seed(options.seed or 0)
     model = build(options.model, data.shape, data.classes)
+    if not ModuleValidator.is_valid(model):  # it trains an attention of its own only
+        model = ModuleValidator.fix(model)
     setting = Setting(model, data, options.data_dir, options.lr, refresh_every=1, seed=0)
     optimizer = make_optimizer(METHODS["dp-sgd"], options.optimizer, setting)
     arguments: dict[str, Any] = {

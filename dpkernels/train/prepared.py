@@ -61,7 +61,7 @@ def prepare(options: Options) -> Prepared:
     Raises ValueError for options that do not fit the data.
     """
     method = METHODS[options.method]
-    data = load(options.dataset, options.data_dir, tokens=options.model in TOKEN_MODELS)
+    data = data_of(options)
     _check_fits(options, data)
     if options.seed is None:
         torch.seed()
@@ -109,6 +109,11 @@ def prepare(options: Options) -> Prepared:
         optimizer.follow(training)
     run = PrivateRun(training, loader, accountant=options.accountant, void=method.not_private)
     return Prepared(data, model, optimizer, preconditioner, training, loader, run, steps, seconds)
+
+
+def data_of(options: Options) -> Data:
+    """Return the data set, as the model takes it."""
+    return load(options.dataset, options.data_dir, tokens=options.model in TOKEN_MODELS)
 
 
 def _setting(options: Options, model: nn.Module, data: Data, epoch: int) -> Setting:

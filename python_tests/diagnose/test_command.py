@@ -12,7 +12,7 @@ from dpkernels.diagnose import measures, subject
 from dpkernels.train.models import build
 from dpkernels.train.options import filled_in
 from python_tests.optional_packages import optional_package
-from python_tests.train.files import write_adult
+from python_tests.train.files import write_adult, write_csv, write_imdb
 
 optional_package("matplotlib")
 pytestmark = pytest.mark.filterwarnings("ignore:.*with the fixed seed")
@@ -104,6 +104,26 @@ def test_a_finished_training_is_looked_at_as_it_is(tmp_path, adult, monkeypatch)
     assert found["noise_multiplier"] == report["privacy"]["noise_multiplier"]
     assert found["clipping"]["clip"] == 0.5
     assert list(found["alignment"]["synthetic"]) == [str(report["privacy"]["steps"])]
+
+
+def test_texts_are_tokens_for_a_model_that_reads(tmp_path):
+    write_imdb(tmp_path / "imdb")
+    write_csv(tmp_path / "agnews" / "train.csv", ["text"], [["a story"], ["another story"]])
+    given = {"dataset": "imdb", "model": "bert", "batch_size": 8, "data_dir": str(tmp_path)}
+    made = subject.new_subject(filled_in(given))
+    assert list(made.sources) == ["oracle", "synthetic", "public, AG News"]
+    for probe in made.sources.values():
+        inputs, _ = probe.batch(3, torch.Generator().manual_seed(0))
+        assert made.model(*inputs).shape == (3, 2)
+
+
+def test_ctrl_c_stops_without_a_trace(tmp_path, adult, monkeypatch, capsys):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measures, "train_steps", interrupted)
+    assert adult("diagnose", tmp_path, "--dataset", "adult", "--batch-size", "64") == 130
+    assert capsys.readouterr().err == "\ndpkernels diagnose: stopped\n"
 
 
 def test_steps_are_those_of_private_training(data_dir):

@@ -75,6 +75,13 @@ def write_adult(folder: Path, train: int = 400, test: int = 200) -> None:
         write(folder / name, "".join(lines).encode())
 
 
+def write_imdb(folder: Path, texts: int = 24) -> None:
+    """Write short texts that one word tells apart, as training and as test part."""
+    rows = [[n % 2, f"a {'good' if n % 2 else 'bad'} film, number {n}"] for n in range(texts)]
+    for part in ("train", "test"):
+        write_csv(folder / f"{part}.csv.gz", ["label", "text"], rows)
+
+
 def write_csv(path: Path, header: list[str], rows: list[list[object]]) -> None:
     """Write a table, texts in quotes where they need them."""
     text = io.StringIO()

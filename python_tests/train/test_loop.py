@@ -17,7 +17,7 @@ from dpkernels import cli
 from dpkernels.precondition import Kfac
 from dpkernels.train import loop, prepared
 from dpkernels.train.atomic import write_text
-from python_tests.train.files import write_adult, write_csv
+from python_tests.train.files import write_adult, write_imdb
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*with the fixed seed")
 
@@ -200,9 +200,7 @@ def test_epsilon_in_the_table_is_what_was_spent_and_not_what_was_asked_for(
 
 @pytest.mark.parametrize("method", ["dp-sgd", "dp-kfc"])
 def test_bert_is_trained_and_resumed_by_the_same_command(tmp_path, train, monkeypatch, method):
-    texts = [[n % 2, f"a {'good' if n % 2 else 'bad'} film, number {n}"] for n in range(24)]
-    for part in ("train", "test"):
-        write_csv(tmp_path / "imdb" / f"{part}.csv.gz", ["label", "text"], texts)
+    write_imdb(tmp_path / "imdb")
     arguments = ["--dataset", "imdb", "--model", "bert", "--method", method, "--quiet"]
     arguments += ["--batch-size", "8"]
     if method == "dp-kfc":
