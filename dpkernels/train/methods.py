@@ -1,7 +1,6 @@
 """The methods that ``dpkernels train`` knows: what acts before the clip, and what after the noise.
 
-A method is a preconditioner, an optimizer, and possibly a filter between noise and optimizer. Each
-is imported when it is asked for.
+A method is a preconditioner, an optimizer, and possibly a filter between noise and optimizer.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from dpkernels.precondition.adadps import AdaDPS
+from dpkernels.precondition.kfac import Kfac
 from dpkernels.train.data import Data, load_public
 from dpkernels.train.text import CLS, PAD, VOCABULARY
 
@@ -117,11 +118,13 @@ def oracle_probe(setting: Setting) -> Probe:
     return PrivateData(setting.data.train, not_private=True)
 
 
-def _kfac(probe: Callable[[Setting], Probe]) -> Callable[[Setting], Preconditioner]:
-    def make(setting: Setting) -> Preconditioner:
-        from dpkernels.precondition.kfac import Kfac
+def _estimated(
+    kind: Callable[..., Preconditioner], probe: Callable[[Setting], Probe]
+) -> Callable[[Setting], Preconditioner]:
+    """Return what makes ``Kfac`` or ``AdaDPS`` with a probe."""
 
-        return Kfac(
+    def make(setting: Setting) -> Preconditioner:
+        return kind(
             setting.model,
             probe(setting),
             sum_of_losses,
@@ -137,22 +140,6 @@ def _synthetic(setting: Setting) -> Probe:
     return synthetic_probe(setting.data, setting.power)
 
 
-def _adadps(probe: Callable[[Setting], Probe]) -> Callable[[Setting], Preconditioner]:
-    def make(setting: Setting) -> Preconditioner:
-        from dpkernels.precondition.adadps import AdaDPS
-
-        return AdaDPS(
-            setting.model,
-            probe(setting),
-            sum_of_losses,
-            refresh_every=setting.refresh_every,
-            seed=setting.seed,
-            **setting.curvature,
-        )
-
-    return make
-
-
 _SYNTHETIC_KFAC = (*_OF_KFAC, "power")
 _OF_ADADPS = ("damping", "probe_batches")
 
@@ -160,32 +147,32 @@ METHODS: dict[str, Method] = {
     "dp-sgd": Method("clip, add noise, step"),
     "dp-kfc": Method(
         "K-FAC before the clip, curvature from synthetic probes",
-        _kfac(_synthetic),
+        _estimated(Kfac, _synthetic),
         options=_SYNTHETIC_KFAC,
     ),
     "dp-kfc-public": Method(
-        "the same, curvature from public data", _kfac(public_probe), options=_OF_KFAC
+        "the same, curvature from public data", _estimated(Kfac, public_probe), options=_OF_KFAC
     ),
     "dp-kfc-oracle": Method(
         "the same, curvature from the private data: not private, no epsilon",
-        _kfac(oracle_probe),
+        _estimated(Kfac, oracle_probe),
         options=_OF_KFAC,
     ),
     "adadps": Method(
         "AdaDPS: a scale for each weight before the clip, from synthetic probes",
-        _adadps(_synthetic),
+        _estimated(AdaDPS, _synthetic),
         options=(*_OF_ADADPS, "power"),
     ),
     "adadps-public": Method(
-        "the same, scales from public data", _adadps(public_probe), options=_OF_ADADPS
+        "the same, scales from public data", _estimated(AdaDPS, public_probe), options=_OF_ADADPS
     ),
     "dp-adambc": Method("Adam whose second moment is freed of the noise's", optimizer="adambc"),
     "disk": Method("a Kalman filter on the noisy gradients", filtered=True),
     "dp-kfc+adambc": Method(
-        "dp-kfc, then dp-adambc", _kfac(_synthetic), "adambc", options=_SYNTHETIC_KFAC
+        "dp-kfc, then dp-adambc", _estimated(Kfac, _synthetic), "adambc", options=_SYNTHETIC_KFAC
     ),
     "dp-kfc+disk": Method(
-        "dp-kfc, then disk", _kfac(_synthetic), filtered=True, options=_SYNTHETIC_KFAC
+        "dp-kfc, then disk", _estimated(Kfac, _synthetic), filtered=True, options=_SYNTHETIC_KFAC
     ),
     "sgd": Method(
         "no clip, no noise: not private, no epsilon",
