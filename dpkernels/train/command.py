@@ -10,7 +10,8 @@ DESCRIPTION = """\
 Train a model privately within a budget. Noise is calibrated for it, samples are drawn by Poisson
 sampling, and every step is accounted for. The default, digits, needs no files; the other data sets
 are read from --data-dir or $DPKERNELS_DATA. After Ctrl-C, --resume goes on. Epsilon covers the
-models; it does not cover training losses, on the bar and in metrics.csv, nor the checkpoint."""
+models; it does not cover training losses, on the bar and in metrics.csv, nor the checkpoint, nor
+the number of dropped samples in the reports."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

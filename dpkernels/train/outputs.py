@@ -1,7 +1,7 @@
 """What a training leaves on the disk: checkpoint, model, metrics, report.
 
-The model may be published. Losses depend on the private data beyond what epsilon says, and the
-checkpoint holds losses, too.
+The model may be published. Losses, and the number of samples that were dropped because they were
+not finite, depend on the private data beyond what epsilon says; the checkpoint holds both, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ METRICS = "metrics.csv"
 REPORT = "report.json"
 REPORT_TEXT = "report.txt"
 _NOT_COVERED = (
-    f"not covered by epsilon: training losses ({METRICS}) and {CHECKPOINT}; keep both to yourself"
+    f"not covered by epsilon: training losses ({METRICS}), {CHECKPOINT}, and the number of dropped "
+    "samples in the reports; keep them to yourself"
 )
 
 

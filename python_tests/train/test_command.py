@@ -77,6 +77,9 @@ def test_files_tell_of_the_run(tmp_path, train, capsys):
     assert report["privacy"]["noise"] == report["privacy"]["samples"] == "operating system"
     text = (tmp_path / "report.txt").read_text()
     assert "not covered by epsilon" in text and "add-remove" in text
+    # Whatever depends on the data is named there.
+    assert list(report["privacy"]["depends_on_the_data"]) == ["nonfinite_samples"]
+    assert "number of dropped samples" in text
     assert f"accuracy {report['accuracy']:.2%}" in capsys.readouterr().out
 
 
