@@ -9,6 +9,7 @@ import _thread
 import dataclasses
 import json
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -39,8 +40,10 @@ def main(argument: str) -> int:
     fields = asked["task"]
     fields |= {"options": Options(**fields["options"]), "folder": Path(fields["folder"])}
     torch.set_num_threads(asked["threads"])
-    threading.Thread(target=_interrupt_at_end_of_input, daemon=True).start()
+    # In the background of a script interrupts are ignored, and this one would train to its end.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        threading.Thread(target=_interrupt_at_end_of_input, daemon=True).start()
         perform(Task(**fields), jobs=asked["jobs"])
     except KeyboardInterrupt:
         return STOPPED

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from dpkernels.repro import jobs
+from dpkernels.repro import jobs, worker
 from dpkernels.repro.dp_kfc import TABLES
 from dpkernels.repro.tables import cells
 from dpkernels.repro.timing import timed_tasks
@@ -85,6 +88,20 @@ def test_ctrl_c_stops_all_with_their_checkpoints(tmp_path, data_dir):
         assert attempt["seconds"] > 0  # it was let end, not killed
         assert read(one) is None
     assert not never.folder.exists()
+
+
+def test_a_training_stops_without_its_command_where_interrupts_are_ignored(
+    tmp_path, data_dir, monkeypatch
+):
+    argument = worker.encoded(task(tmp_path, data_dir), jobs=1, threads=torch.get_num_threads())
+    # Whoever holds the other end of its input is gone, before the training has a first step.
+    monkeypatch.setattr(worker, "os", SimpleNamespace(read=lambda file, count: b""))
+    monkeypatch.setattr(worker, "perform", lambda *_, **__: threading.Event().wait(60))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert worker.main(argument) == worker.STOPPED
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_whole_trainings_are_timed_alone_beside_opacus(tmp_path, repro, data_dir):
