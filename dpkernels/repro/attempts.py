@@ -33,11 +33,6 @@ class Attempt:
     others: float | None
     origin: dict[str, Any]
 
-    @property
-    def commit(self) -> str:
-        """The commit of the sources, ``+`` where they differed from it."""
-        return str(self.origin["commit"]) + ("+" if self.origin["dirty"] else "")
-
     @classmethod
     @contextmanager
     def recorded(cls, folder: Path, *, jobs: int, goes_on: bool) -> Iterator[None]:

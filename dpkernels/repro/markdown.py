@@ -23,7 +23,8 @@ _FIXED_SEEDS = (
     "Seeds are fixed, so that runs can be repeated: the models are for comparison, not for release."
 )
 _CLOCKS = (
-    "Each whole training ran alone, with all threads; medians over {repeats}. Wall-clock is of "
+    "Each whole training was its command's only one, with all threads; medians over {repeats}. "
+    "Wall-clock is of "
     "everything (data, calibration, first estimate of curvature, training, evaluation), samples/s "
     "of the steps, with the refreshes of curvature in them. How many times as fast as Opacus' "
     "DP-SGD it is stands beside. Others: the most processors that anything else on the machine "

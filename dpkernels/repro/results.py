@@ -143,10 +143,6 @@ class Progress:
         trials += [t for timings in self.timings.values() for one in timings for t in one.trials]
         return [attempt for trial in trials for attempt in trial.attempts]
 
-    def commits(self) -> list[str]:
-        """Return the commits that any training was made with."""
-        return sorted({attempt.commit for attempt in self.attempts()})
-
 
 def _cells(
     table: Table, wanted: Sequence[Cell], runs: Path, changed: Mapping[str, Any]
