@@ -44,14 +44,14 @@ _ADAM = (
 )
 _NOTHING_TUNED = "Nothing was tuned here."
 _ONE_RATE_TUNED = (
-    "Nothing was tuned here but DP-AdamBC: its rate against 7e-4 and its floor against one other, "
-    "behind DP-KFC, on the last 10,000 of MNIST's training images, one seed. The paper tunes every "
-    "method."
+    "Nothing was tuned here but DP-AdamBC: its rate, 5e-4, against 7e-4 and its floor against one "
+    "other, behind DP-KFC, on the last 10,000 of MNIST's training images, one seed. The paper "
+    "tunes every method."
 )
 _TRANSFER = (
     "Rates were chosen for DP-SGD and for synthetic DP-KFC among 1e-3, 2e-3 (the latter only) and "
-    "4e-3 by one training each, on the last 10,000 of FashionMNIST's training images; AdaDPS has "
-    "DP-SGD's, other DP-KFC synthetic DP-KFC's. The last row has the factors of Kfac's defaults."
+    "4e-3 on the last 10,000 of FashionMNIST's training images, one seed; AdaDPS has DP-SGD's, "
+    "other DP-KFC synthetic DP-KFC's. The last row has the factors of Kfac's defaults."
 )
 
 
