@@ -16,7 +16,8 @@ class Scale:
     """A number for every element of a layer's gradient, which is multiplied by it.
 
     values: for each trained parameter of the layer, by its attribute (``weight``, ``bias``): a
-        tensor of its shape, float32 (float64 for float64 parameters), beside it.
+        tensor of its shape, float32 (float64 for float64 parameters), beside it. Its elements are
+        2^-64 to 2^64 in size: none is zero.
     """
 
     values: Mapping[str, Tensor]

@@ -247,6 +247,22 @@ def test_gradients_that_are_longer_the_second_time_are_shortened_to_what_was_mea
     torch.testing.assert_close(total, torch.tensor([2.2, 1.6], dtype=torch.float64))
 
 
+@pytest.mark.parametrize("size", [scaled._LEAST, scaled._LARGEST])
+@pytest.mark.parametrize("error", [1e-10, 1.0, 1e10])
+def test_a_gradient_that_float32_cannot_hold_does_not_poison_the_sum(size, error):
+    model = nn.Linear(2, 1, bias=False)
+    scale = torch.tensor([[size, 1.0]])
+    fixed = FixedSides({"": Sides(scale=Scale({"weight": scale}))})
+    _, optimizer = private(model, 1.0, preconditioner=fixed)
+    a = torch.tensor([[1e30, 1e-10], [0.0, 1.0]])
+    d = torch.tensor([error, 1.0])
+    (model(a).squeeze(1) * d).sum().backward()
+    optimizer.step()
+    # The second sample is (0, 1) as it is; what is left is the first one's.
+    own = model.weight.grad.double() - torch.tensor([[0.0, 1.0]], dtype=torch.float64)
+    assert own.norm() <= 1 + 1e-6
+
+
 def test_noise_is_not_scaled():
     noisy = []
     for scale in (False, True):
@@ -270,7 +286,10 @@ def test_noise_is_not_scaled():
         ({"weight": torch.ones(3, 4)}, r"scale must be for \['bias', 'weight'\]"),
         ({"weight": torch.ones(4, 3), "bias": torch.ones(3)}, r"must be \[3, 4\] float32 on cpu"),
         ({"weight": torch.ones(3, 4).double(), "bias": torch.ones(3)}, "got .* float64"),
-        ({"weight": torch.ones(3, 4) / 0, "bias": torch.ones(3)}, "finite, got 12 elements"),
+        ({"weight": torch.ones(3, 4) / 0, "bias": torch.ones(3)}, "finite .* got 12 elements"),
+        ({"weight": torch.ones(3, 4), "bias": torch.zeros(3)}, "2.-64 to 2.64, got 3 elements"),
+        ({"weight": torch.full((3, 4), 1e-42), "bias": torch.ones(3)}, "got 12 elements"),
+        ({"weight": torch.full((3, 4), -1e30), "bias": torch.ones(3)}, "got 12 elements"),
     ],
 )
 def test_scales_that_do_not_fit_are_refused_before_the_first_step(values, message):

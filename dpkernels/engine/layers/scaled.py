@@ -37,6 +37,10 @@ from dpkernels.ops.ghost.plan import Plan
 # What per-sample gradients take at a time that are formed twice, and the float64 squares of a
 # scale. Gradients are kept up to this size, or up to that of what the layer's capture holds anyway.
 _BLOCK_BYTES = 32 << 20
+# Of a scale's elements. ``OuterProducts`` adds up c d a before the scale, at most B C / s where one
+# sample is clipped to C: B C up to 2^63 stays within float32, and nothing becomes inf * 0. Above,
+# c d would lose digits below float32's normal numbers. A root of a float32 is within, too.
+_LEAST, _LARGEST = 2.0**-64, 2.0**64
 
 
 def norms_of(layer: Layer, captured: Captured, sides: Sides) -> Norms:
@@ -74,10 +78,12 @@ def check_sides(layer: Layer, sides: Sides) -> None:
                 f"{layer.describe()}: scale of {name} must be "
                 f"{wanted.removesuffix('meta')}{parameter.device}, got {describe(scale)}"
             )
-        if not bool(scale.isfinite().all()):
+        size = scale.abs()
+        if outside := int((~((size >= _LEAST) & (size <= _LARGEST))).sum()):
             raise ValueError(
-                f"{layer.describe()}: scale of {name} must be finite, got "
-                f"{int((~scale.isfinite()).sum())} elements that are not; damp it"
+                f"{layer.describe()}: scale of {name} must be finite and of a size from 2^-64 to "
+                f"2^64, got {outside} elements that are not; damp it, and freeze parameters that "
+                "are not to be trained"
             )
 
 
