@@ -247,6 +247,16 @@ def test_gradients_that_are_longer_the_second_time_are_shortened_to_what_was_mea
     torch.testing.assert_close(total, torch.tensor([2.2, 1.6], dtype=torch.float64))
 
 
+@pytest.mark.parametrize("lost", [math.nan, math.inf])
+def test_gradients_that_are_finite_only_the_first_time_contribute_nothing(lost):
+    rows = torch.tensor([[lost, 4.0], [1.0, 0.0]])
+    sq_norms = torch.tensor([4.0, 1.0], dtype=torch.float64)
+    norms = scaled.FormedAgain(lambda at: [rows[at]], (slice(0, 2),), sq_norms)
+    total = torch.full((2,), math.nan)
+    norms.add_to([total], torch.ones(2), accumulate=False)
+    assert torch.equal(total, torch.tensor([1.0, 0.0]))
+
+
 @pytest.mark.parametrize("size", [scaled._LEAST, scaled._LARGEST])
 @pytest.mark.parametrize("error", [1e-10, 1.0, 1e10])
 def test_a_gradient_that_float32_cannot_hold_does_not_poison_the_sum(size, error):

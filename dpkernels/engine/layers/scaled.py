@@ -332,13 +332,15 @@ class FormedAgain:
     def add_to(self, sums: Sequence[Tensor], factors: Tensor, accumulate: bool) -> None:
         """Add the weighted sum of gradients that are no longer than those that were measured.
 
-        A GPU may add up in another order the second time; where terms cancel that shows.
+        A GPU may add up in another order the second time; where terms cancel that shows, and where
+        they overflow only then, nothing is left of the sample.
         """
         out = [total.view(-1) for total in sums]
         for at in self.blocks:
             rows, before = self.rows(at), self.sq_norms[at]
             now = clip.row_sq_norms(rows)
-            shrink = torch.where(now > before, (before / now).sqrt(), 1.0).to(factors.dtype)
+            shrink = torch.where(now > before, (before / now).sqrt(), 1.0)
+            shrink = torch.where(now.isfinite(), shrink, 0.0).to(factors.dtype)
             clip.add_weighted_rows(out, rows, factors[at] * shrink, accumulate)
             accumulate = True
 
