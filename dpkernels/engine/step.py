@@ -113,8 +113,7 @@ class Step:
 
     def check_preconditioner(self) -> None:
         """Raise ValueError for factors that do not fit, or are for layers that do not exist."""
-        for layer in self.layers:
-            check_sides(layer, self.preconditioner.sides(layer.name))
+        self._asked()
         known: frozenset[str] = getattr(self.preconditioner, "layers", frozenset())
         if strangers := known - set(self.names):
             raise ValueError(
@@ -238,14 +237,23 @@ class Step:
         return plan_of(layer, self.shapes[layer], self.preconditioner.sides(layer.name))
 
     def _sides_of(self, layer: Layer) -> Sides:
-        """Return the layer's factors, the same in all microbatches of a step."""
-        if layer not in self._sides:
-            sides = self.preconditioner.sides(layer.name)
+        """Return the layer's factors, the same in all microbatches of a step.
+
+        Those of all layers are asked for at once: a layer that only a later microbatch reaches has
+        factors of the same time as the others.
+        """
+        if not self._sides:
+            self._sides = self._asked()
+        return self._sides[layer]
+
+    def _asked(self) -> dict[Layer, Sides]:
+        """Return the present factors of all layers; raise ValueError for some that do not fit."""
+        found = {layer: self.preconditioner.sides(layer.name) for layer in self.layers}
+        for layer, sides in found.items():
             if sides is not self._checked.get(layer):
                 check_sides(layer, sides)
                 self._checked[layer] = sides
-            self._sides[layer] = sides
-        return self._sides[layer]
+        return found
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:

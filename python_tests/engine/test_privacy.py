@@ -165,6 +165,31 @@ def test_factors_stay_the_same_within_a_logical_step():
     assert training.report().unpreconditioned == ()
 
 
+def test_a_layer_that_only_a_later_microbatch_reaches_has_the_factors_of_the_others():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, x, which):
+            return (self.first if which else self.second)(x)
+
+    class Moved:
+        by = 1.0
+
+        def sides(self, layer):
+            return Sides(left=Diagonal(torch.full((2,), self.by)))
+
+    model, moved = Branches(), Moved()
+    x = torch.ones(1, 3)
+    _, optimizer = private(model, 1e9, preconditioner=moved)
+    model(x, True).sum().backward()
+    moved.by = 100.0
+    model(x, False).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.second.weight.grad, torch.ones(2, 3))
+
+
 def test_adaptive_clipping_follows_the_quantile():
     model, inputs = made("linear")
     norms = torch.tensor(
