@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -75,7 +76,8 @@ class Preconditioner(Protocol):
 
     If it has a method ``after_step()``, that is called after every step of the optimizer: the
     parameters are then those that the step has released, and factors may follow them. If it has an
-    attribute ``not_private`` that is not None, this says why there is no guarantee.
+    attribute ``not_private`` that is not None, this says why there is no guarantee
+    (``why_void``).
     """
 
     def sides(self, layer: str) -> Sides:
@@ -97,6 +99,23 @@ class FixedSides:
     def sides(self, layer: str) -> Sides:
         """Return the factors of ``layer``."""
         return self._sides.get(layer, IDENTITY)
+
+
+def why_void(preconditioner: Preconditioner) -> str | None:
+    """Return why a preconditioner leaves no guarantee; None if it says None, or has no say in it.
+
+    One whose ``not_private`` is there but cannot be read counts as not private.
+    """
+    try:
+        said: str | None = preconditioner.not_private  # type: ignore[attr-defined]
+    except AttributeError as error:
+        # The same error comes of no attribute, and of a property whose own code is broken. What
+        # __getattr__ stands in for is not known.
+        there = inspect.getattr_static(preconditioner, "not_private", error) is not error
+        if not there and not hasattr(type(preconditioner), "__getattr__"):
+            return None
+        return f"not_private of {type(preconditioner).__name__} cannot be read: {error}"
+    return said
 
 
 def state_of(preconditioner: Preconditioner) -> dict[str, Any] | None:

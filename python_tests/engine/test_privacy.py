@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -163,6 +164,42 @@ def test_factors_stay_the_same_within_a_logical_step():
     square(model(*inputs)).sum().backward()
     assert restless.calls == after_checks + 4
     assert training.report().unpreconditioned == ()
+
+
+class Silent(FixedSides):
+    """Has nothing to say about its data."""
+
+
+class Outspoken(FixedSides):
+    not_private = "it looks at the data"
+
+
+class Broken(FixedSides):
+    @property
+    def not_private(self):
+        return self.probe.not_private
+
+
+class Stands(FixedSides):
+    """Stands in for another one, which it has lost."""
+
+    def __getattr__(self, name):
+        return getattr(object.__getattribute__(self, "other"), name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "void"),
+    [
+        (Silent, None),
+        (Outspoken, "it looks at the data"),
+        (Broken, "not_private of Broken cannot be read: .*'probe'"),
+        (Stands, "not_private of Stands cannot be read: .*'other'"),
+    ],
+)
+def test_a_preconditioner_that_cannot_say_whether_it_is_private_is_not(kind, void):
+    model, _ = made("linear")
+    found = private(model, 1.0, preconditioner=kind({}))[0].void
+    assert found is None if void is None else re.match(void, found)
 
 
 def test_a_layer_that_only_a_later_microbatch_reaches_has_the_factors_of_the_others():
