@@ -18,7 +18,7 @@ from dpkernels.engine.layers.tied import tie
 from dpkernels.engine.report import Report
 from dpkernels.engine.rules import check_optimizer, check_plain, layers_of
 from dpkernels.engine.sharding import is_sharded, sharding_group
-from dpkernels.engine.sides import FixedSides, Preconditioner, load_state_of, state_of, why_void
+from dpkernels.engine.sides import FixedSides, Preconditioner, load_state_of, state_of
 from dpkernels.engine.step import Mechanism, Reduction, Seen, Step
 from dpkernels.ops.checks import check_finite
 from dpkernels.ops.noise import NoiseKey
@@ -103,7 +103,7 @@ class PrivateTraining:
     @property
     def void(self) -> str | None:
         """Why there is no guarantee whatever the noise, if so: the preconditioner knows."""
-        return why_void(self._step.preconditioner)
+        return self._step.void
 
     @property
     def steps(self) -> int:

@@ -32,11 +32,14 @@ class Sides:
     right: of size I, on the inputs' side (U_A); or of size I + 1 for a layer with a bias, which is
         then the last column of the gradient.
     scale: in place of both, ``scale * G``, element by element. Raises ValueError beside a factor.
+    not_private: why training with them has no guarantee, if they were made from private data: it
+        goes along to whatever preconditioner they are put into.
     """
 
     left: Factor | None = None
     right: Factor | None = None
     scale: Scale | None = field(default=None, kw_only=True)
+    not_private: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.scale is not None and (self.left is not None or self.right is not None):
@@ -86,7 +89,11 @@ class Preconditioner(Protocol):
 
 
 class FixedSides:
-    """The same factors in every step, by the name of the layer; identity for the others."""
+    """The same factors in every step, by the name of the layer; identity for the others.
+
+    Passing factors declares that they depend on no private data, unless their ``not_private`` says
+    that they do.
+    """
 
     def __init__(self, sides: Mapping[str, Sides]) -> None:
         self._sides = dict(sides)

@@ -23,7 +23,7 @@ from dpkernels.engine.layers.layer import Layer
 from dpkernels.engine.layers.scaled import check_sides, norms_of, plan_of
 from dpkernels.engine.layers.tied import TiedGroup
 from dpkernels.engine.sharding import gradient_of
-from dpkernels.engine.sides import Preconditioner, Sides
+from dpkernels.engine.sides import Preconditioner, Sides, why_void
 from dpkernels.engine.sums import Sums
 from dpkernels.ops.ghost.plan import Plan
 from dpkernels.ops.noise import NoiseKey
@@ -109,6 +109,7 @@ class Step:
         self._sums = Sums(self.layers)
         self._sides: dict[Layer, Sides] = {}
         self._checked: dict[Layer, Sides] = {}
+        self._void: str | None = None  # of all factors that were ever applied
         self.shapes: dict[Layer, Captured] = {}
 
     def check_preconditioner(self) -> None:
@@ -120,6 +121,11 @@ class Step:
                 f"preconditioner: it has factors for {sorted(strangers)}, but the trained layers "
                 f"are {list(self.names)}"
             )
+
+    @property
+    def void(self) -> str | None:
+        """Why there is no guarantee whatever the noise: the preconditioner, or factors, say so."""
+        return self._void or why_void(self.preconditioner)
 
     def layer_complete(self, current: Pass, layer: Layer, captured: Captured) -> None:
         """Norms of one layer: as soon as its errors are there, while they are in the cache."""
@@ -253,6 +259,7 @@ class Step:
             if sides is not self._checked.get(layer):
                 check_sides(layer, sides)
                 self._checked[layer] = sides
+                self._void = self._void or sides.not_private
         return found
 
 

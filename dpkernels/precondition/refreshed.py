@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -95,8 +96,8 @@ class Refreshed(ABC, Generic[Moments]):
         )
         moments = collect(self._model, batches, self._loss, self._start, self._why_not)
         estimated = time.perf_counter()
-        sides = self._sides_of(moments)
-        self._moments, self._sides, self._void = moments, sides, self.not_private
+        void = self.not_private
+        self._moments, self._sides, self._void = moments, self._marked(moments, void), void
         self.refreshes += 1
         end = time.perf_counter()
         self._seconds, self._sides_seconds = end - start, end - estimated
@@ -139,9 +140,14 @@ class Refreshed(ABC, Generic[Moments]):
         for name, x in moments.items():
             x.load_state_dict(state["moments"][name])
         self._void = self._void or state["not_private"]
-        self._moments, self._sides = moments, self._sides_of(moments)
+        self._moments, self._sides = moments, self._marked(moments, self._void)
         self._steps, self.refreshes = state["steps"], state["refreshes"]
         self._generator.set_state(state["generator"])
+
+    def _marked(self, moments: Mapping[str, Moments], void: str | None) -> dict[str, Sides]:
+        """Return the sides of the layers that have some, which say themselves what they are."""
+        sides = self._sides_of(moments)
+        return {name: dataclasses.replace(x, not_private=void) for name, x in sides.items()}
 
     def _ensure(self) -> None:
         if self.refreshes == 0:

@@ -291,6 +291,21 @@ def test_only_private_probes_void_the_guarantee():
         assert all((reason is not None) is void for reason in reasons), reasons
 
 
+@pytest.mark.parametrize("kind", [AdaDPS, Kfac])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_what_private_probes_made_is_not_private_in_any_other_preconditioner(kind, loaded):
+    x, y = torch.randn(9, 6), torch.arange(9) % 3
+    model = nn.Linear(6, 3)
+    oracle = kind(model, PrivateData(TensorDataset(x, y), not_private=True), losses)
+    if loaded:
+        synthetic = kind(model, Features(6, 3), losses)
+        assert synthetic.sides("").not_private is None
+        synthetic.load_state_dict(oracle.state_dict())
+        oracle = synthetic
+    training = private(model, FixedSides({"": oracle.sides("")}))
+    assert "oracle" in training.void
+
+
 def test_scales_of_private_data_void_the_guarantee_after_a_checkpoint_too():
     model, probe = table()
     oracle = PrivateData(TensorDataset(torch.randn(9, 6), torch.arange(9) % 3), not_private=True)
