@@ -17,7 +17,7 @@ from torch.optim import SGD
 
 from dpkernels.engine.private import make_private
 from dpkernels.engine.sides import Preconditioner, Sides
-from dpkernels.precondition.estimate import Batch, Loss
+from dpkernels.precondition.estimate import Batch, Loss, check_summed
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ def clipped_gradients(
     loss: a sum over samples, or ``[B]``.
     preconditioner: its present factors are used; it is not told of a step.
 
-    Not private if the records are. Raises ValueError if there are no records.
+    Not private if the records are. Raises ValueError if there are no records, or for a loss that is
+    an average.
     """
     model = copy.deepcopy(model).eval()
     optimizer = SGD(model.parameters(), lr=0.0)
@@ -66,6 +67,8 @@ def clipped_gradients(
     norms: dict[str, list[Tensor]] = {name: [] for name in training.layers}
     records = 0
     for inputs, targets in batches:
+        if records == 0:
+            check_summed(model, inputs, targets, loss)
         loss(model(*inputs), targets).sum().backward()
         records += targets.shape[0]
         for name, values in training.sample_norms().items():

@@ -11,6 +11,8 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dpkernels.precondition.estimate import check_summed
+
 # Of each element in one step: the product, and two passes of projection.
 _ROUNDINGS = 4
 
@@ -61,13 +63,14 @@ def hessian_spectrum(
     The model is copied, and evaluated without dropout. Not private if the samples are. Cost:
     ``vectors * steps`` products of Hessian and vector, about four passes each, and ``steps``
     vectors of all parameters in memory. Raises ValueError if ``steps`` or ``vectors`` is below 1,
-    or for a gradient that is not finite.
+    for a loss that is an average already, or for a gradient that is not finite.
     """
     if steps < 1 or vectors < 1:
         raise ValueError(
             f"hessian_spectrum: steps and vectors must be at least 1, got {steps} and {vectors}"
         )
     model = copy.deepcopy(model).eval()
+    check_summed(model, inputs, targets, loss)
     parameters = [p for p in model.parameters() if p.requires_grad]
     # Fused attention has no second derivatives.
     with sdpa_kernel(SDPBackend.MATH):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -94,7 +94,7 @@ def collect(
         for index, (inputs, targets) in enumerate(batches):
             inputs, targets = _beside(like, inputs), _beside(like, targets)
             if index == 0:
-                _check_summed(model, inputs, targets, loss)
+                check_summed(model, inputs, targets, loss)
             loss(model(*inputs), targets).sum().backward()
     for one in moments.values():
         one.settle()
@@ -118,9 +118,7 @@ def _beside(like: Tensor, tensors: Any) -> Any:
 
 
 @torch.no_grad()
-def _check_summed(
-    model: nn.Module, inputs: tuple[Tensor, ...], targets: Tensor, loss: Loss
-) -> None:
+def check_summed(model: nn.Module, inputs: Sequence[Tensor], targets: Tensor, loss: Loss) -> None:
     """Raise ValueError if the loss of some samples is not the sum of those of its halves.
 
     An average of B samples makes errors 1/B of what they are, and G 1/B^2: damping would drown it.

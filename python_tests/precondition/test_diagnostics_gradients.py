@@ -108,3 +108,9 @@ def test_what_is_wrong_is_said() -> None:
         diagnostics.clipped_fraction({}, 1.0)
     with pytest.raises(ValueError, match="batches must have records, got none"):
         diagnostics.clipped_gradients(model_and_data()[0], [], losses, max_norm=1.0)
+
+
+def test_a_loss_that_is_an_average_is_refused() -> None:
+    model, x, y = model_and_data()
+    with pytest.raises(ValueError, match="it is an average"):
+        diagnostics.clipped_gradients(model, [((x,), y)], functional.cross_entropy, max_norm=BOUND)

@@ -73,6 +73,15 @@ def test_few_steps_have_the_first_moments_of_the_hessian() -> None:
         power = matrix @ power
 
 
+def test_a_loss_that_is_an_average_is_refused_and_a_sum_is_not() -> None:
+    model, x, y = network()
+    with pytest.raises(ValueError, match="it is an average"):
+        hessian_spectrum(model, functional.cross_entropy, [x], y, steps=2, vectors=1)
+    each = hessian_spectrum(model, losses, [x], y, steps=2, vectors=1)
+    total = hessian_spectrum(model, lambda o, t: losses(o, t).sum(), [x], y, steps=2, vectors=1)
+    assert torch.equal(each.nodes, total.nodes)
+
+
 def test_probing_leaves_the_model_and_the_random_state_alone() -> None:
     model, x, y = network()
     before = torch.get_rng_state()
