@@ -28,6 +28,12 @@ from dpkernels.ops.noise import NoiseKey, add_gaussian_noise_
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+# Factors of the same probes differ by rounding where GPUs add up in any order: float32's 6e-8 times
+# what the inverse root amplifies it by, the largest eigenvalue beside the damping, 1e5 say. Those
+# of other probes differ by 1 / sqrt(2,048) for the default number of them, 2%, and far more where a
+# side is wide; less where each has many positions, but not in all layers of a model.
+_ROUNDED = 0.01
+
 
 class Ranks:
     """The processes that make up a step, and what they do together.
@@ -166,6 +172,26 @@ class Ranks:
                     "same model from the same seed on all of them, or wrap it in "
                     "DistributedDataParallel, and pass the same arguments"
                 )
+
+    def check_close(self, sketches: Mapping[str, Sequence[float]]) -> None:
+        """Raise ValueError, on every rank, for the first preconditioner that ranks disagree about.
+
+        sketches: of each factor or scale, by layer and side, which are known to be the same.
+        """
+        if self._group is None:
+            return
+        first, *others = self.gathered({name: list(x) for name, x in sketches.items()})
+        for name, wanted in first.items():
+            for rank, found in enumerate(others, 1):
+                apart, length = math.dist(wanted, found[name]), math.hypot(*wanted)
+                # Not > so that NaN is refused.
+                if not apart <= _ROUNDED * length:
+                    raise ValueError(
+                        f"make_private: the preconditioner's factor for {name} must be the same "
+                        f"on all ranks, got {apart / (length or 1):.1%} of difference between "
+                        f"rank 0 and rank {rank}; give it the same seed and the same probes on all "
+                        "of them"
+                    )
 
 
 ALONE = Ranks()

@@ -18,7 +18,7 @@ from dpkernels.engine.layers.tied import tie
 from dpkernels.engine.report import Report
 from dpkernels.engine.rules import check_optimizer, check_plain, layers_of
 from dpkernels.engine.sharding import is_sharded, sharding_group
-from dpkernels.engine.sides import FixedSides, Preconditioner, load_state_of, state_of
+from dpkernels.engine.sides import FixedSides, Preconditioner, load_state_of, sketches_of, state_of
 from dpkernels.engine.step import Mechanism, Reduction, Seen, Step
 from dpkernels.ops.checks import check_finite
 from dpkernels.ops.noise import NoiseKey
@@ -298,8 +298,9 @@ def make_private(
         the same values everywhere. None: this process alone, or the processes of the model.
 
     Every rank must take every step, with or without samples (and under FSDP2 as many forward and
-    backward passes as the others, if need be with none: ``x[:0]``). Arguments are compared between
-    ranks here, once. How a step fails in one of several processes: ``dpkernels.engine.Ranks``.
+    backward passes as the others, if need be with none: ``x[:0]``). Arguments, and what the
+    preconditioner has for each layer, are compared between ranks here, once. How a step fails in
+    one of several processes: ``dpkernels.engine.Ranks``.
 
     Any number of backward passes (microbatches) make up one logical step; none at all makes a step
     of noise. Raises Unsupported or ValueError before anything is changed.
@@ -343,6 +344,7 @@ def make_private(
     step.check_preconditioner()
     if ranks.size > 1:
         ranks.check_same(_facts(step, several_calls) | parameter_facts(inner))
+        ranks.check_close(_sketches(step))
     capture = Capture(step.layer_complete, step.pass_complete, several_calls == "same samples")
     undo = [
         capture.attach(inner, modules),
@@ -355,6 +357,15 @@ def make_private(
             one()
 
     return PrivateTraining(model, optimizer, step, capture, detach)
+
+
+def _sketches(step: Step) -> dict[str, list[float]]:
+    """Return what tells the ranks' factors apart, by layer and side."""
+    return {
+        f"{name} ({side})": sketch
+        for name in step.names
+        for side, sketch in sketches_of(step.preconditioner.sides(name)).items()
+    }
 
 
 def _facts(step: Step, several_calls: SeveralCalls) -> dict[str, str]:

@@ -7,9 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
-from dpkernels.ops.factor import Diagonal, Factor, Full
+from dpkernels.ops.factor import Diagonal, Factor, Full, parts_of
+from dpkernels.ops.kron import apply_factor
+
+# Of a sketch: two that differ do so in one of them at least.
+_BUCKETS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +62,37 @@ class Sides:
         if self.left is None and self.right is None:
             return "none"
         return f"G {_describe(self.left)}, A {_describe(self.right)}"
+
+
+def sketches_of(sides: Sides) -> dict[str, list[float]]:
+    """Return a few numbers of each factor, or scale, that are far apart where these are.
+
+    Those of a factor are of what it makes of one vector of signs, so that forms with the same
+    product have the same numbers, whatever the signs of their eigenvectors. The length of a sketch
+    is about that of what it is of; so is the distance of two. One product for each factor.
+    """
+    found = {}
+    for side, factor in (("left", sides.left), ("right", sides.right)):
+        if factor is not None:
+            parts, _ = parts_of(factor)
+            found[side] = _sketch(apply_factor(_signs(factor.size, 0, parts[0]), factor))
+    scales = {} if sides.scale is None else sides.scale.values
+    return found | {f"scale of {name}": _sketch(x.flatten()) for name, x in scales.items()}
+
+
+def _sketch(x: Tensor) -> list[float]:
+    """Return sums of the elements of x ``[n]``, each with a sign, in a few buckets."""
+    signed = x.double() * _signs(len(x), 1, x)
+    buckets = functional.pad(signed, (0, -len(x) % _BUCKETS)).view(-1, _BUCKETS).sum(0)
+    numbers: list[float] = buckets.tolist()
+    return numbers
+
+
+def _signs(size: int, seed: int, like: Tensor) -> Tensor:
+    """Return as many signs, the same for a seed, in the dtype of ``like`` and beside it."""
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(2, (size,), generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+    return signs.to(like.device, like.dtype)
 
 
 def _describe(factor: Factor | None) -> str:

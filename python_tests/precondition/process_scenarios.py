@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from dpkernels.precondition import Kfac
+from dpkernels.precondition import AdaDPS, Kfac
 from python_tests.engine.distributed.processes import ddp, parameters, with_options
 from python_tests.precondition.factors import White, cross_entropy
 
@@ -46,6 +46,20 @@ SIDES = ("left", "right")
 
 def _trained(wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Tensor]:
     return train(wrap(network()), dist.get_rank(), dist.get_world_size())
+
+
+def other_probes() -> dict[str, str]:
+    """Return why ranks with factors, or scales, of seeds of their own cannot train together."""
+    refused = {}
+    for kind in (Kfac, AdaDPS):
+        model = network()
+        own = kind(model, White(4), cross_entropy, batches=2, batch_size=16, seed=dist.get_rank())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            with_options(ddp(model), optimizer, preconditioner=own)
+        except ValueError as error:
+            refused[kind.__name__] = str(error)
+    return refused
 
 
 def copies() -> dict[str, Tensor]:

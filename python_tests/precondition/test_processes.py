@@ -9,12 +9,12 @@ import torch
 
 from python_tests.engine.distributed.processes import run
 from python_tests.engine.oracle import assert_same
-from python_tests.precondition.process_scenarios import copies, network, shards, train
+from python_tests.precondition.process_scenarios import copies, network, other_probes, shards, train
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return run([copies, shards], 2, tmp_path_factory.mktemp("ranks"))
+    return run([copies, shards, other_probes], 2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("kind", ["copies", "shards"])
@@ -25,3 +25,10 @@ def test_ranks_have_the_factors_and_parameters_of_one_process(ranks, kind):
     first, second = (rank[kind] for rank in ranks)
     assert all(torch.equal(first[name], second[name]) for name in alone)
     assert_same(first, alone)
+
+
+def test_ranks_with_factors_of_other_probes_are_refused(ranks):
+    for rank in ranks:
+        assert rank["other_probes"].keys() == {"Kfac", "AdaDPS"}
+        for message in rank["other_probes"].values():
+            assert "must be the same on all ranks" in message and "same seed" in message
