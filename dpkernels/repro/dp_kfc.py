@@ -49,9 +49,9 @@ _ONE_RATE_TUNED = (
     "tunes every method."
 )
 _ADADPS = (
-    "AdaDPS takes second moments of single samples' gradients, anew in every epoch; its authors' are "
-    "of averages, and follow every step. Its damping, 0.01, was chosen in a trial of 60 steps on "
-    "4,000 of MNIST's test images."
+    "AdaDPS takes second moments of single samples' gradients, anew in every epoch; its authors' "
+    "are of averages, and follow every step. Its damping, 0.01, was chosen in a trial of 60 steps "
+    "on 4,000 of MNIST's test images."
 )
 _TRANSFER = (
     "Rates were chosen for DP-SGD and for synthetic DP-KFC among 1e-3, 2e-3 (the latter only) and "
