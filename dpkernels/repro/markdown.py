@@ -26,7 +26,7 @@ _CLOCKS = (
     "Each whole training was its command's only one, with all threads; medians over {repeats}. "
     "Wall-clock is of "
     "everything (data, calibration, first estimate of curvature, training, evaluation), samples/s "
-    "of the steps, with the refreshes of curvature in them. How many times as fast as Opacus' "
+    "of the steps and all estimates of curvature. How many times as fast as Opacus' "
     "DP-SGD it is stands beside. Others: the most processors that anything else on the machine "
     "kept busy meanwhile."
 )

@@ -31,7 +31,7 @@ class Timing:
 
     @property
     def samples_per_second(self) -> float:
-        """Median over repeats: of training, refreshes included, evaluation left out."""
+        """Median over repeats: of training with all estimates of curvature, without evaluation."""
         return statistics.median(trial.samples_per_second for trial in self.trials)
 
     @property

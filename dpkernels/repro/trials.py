@@ -46,7 +46,7 @@ class Trial:
     """What one finished training gave.
 
     accuracy: in percent. epsilon: really spent; None if there is no guarantee.
-    samples_per_second: of training, refreshes included, evaluation left out.
+    samples_per_second: of training, all estimates of curvature included, evaluation left out.
     data: which part of the data set was there, and how it was normalised.
     attempts: where, when and beside what it ran; more than one if it was stopped.
     """
