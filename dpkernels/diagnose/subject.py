@@ -165,8 +165,8 @@ def _sources(data: Data, data_dir: str | None) -> tuple[dict[str, Probe], tuple[
     synthetic = synthetic_probe(data)
     sources: dict[str, Probe] = {"oracle": PrivateData(data.train, not_private=True)}
     if isinstance(synthetic, ColouredNoise):
-        sources["pink noise"] = synthetic
-        sources["white noise"] = ColouredNoise(data.shape, 0.0, data.classes)
+        paler = (ColouredNoise(data.shape, power, data.classes) for power in (1.0, 0.0))
+        sources |= {f"{noise.colour} noise": noise for noise in (synthetic, *paler)}
     else:
         sources["synthetic"] = synthetic
     try:

@@ -27,7 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes to ``parser``."""
     add = parser.add_argument
     add("paper", choices=["dp-kfc"], help="whose tables")
-    add("--table", required=True, help="1, 2, 5, 6 or 7; tuned: our own settings")
+    add(
+        "--table",
+        required=True,
+        help="1, 2, 5, 6 or 7; tuned: our own settings; search: their choice",
+    )
     add("--epsilon", type=float, nargs="+", help="budgets (default: the table's)")
     add("--methods", nargs="+", help="as dpkernels train names them (default: the table's)")
     add("--seeds", type=int, default=3, help="trainings of each cell (default 3)")

@@ -42,7 +42,8 @@ def render(progress: Progress, where: Mapping[str, Any]) -> str:
         notes.insert(0, f"Not the table's settings: {changes}.")
     parts = [
         f"# DP-KFC, {table.title}: {table.caption}",
-        "Test accuracy in percent, mean ± standard deviation over seeds; differences in points.",
+        f"{table.measured.capitalize()} in percent, mean ± standard deviation over seeds; "
+        "differences in points.",
         "\n".join(f"- {note}" for note in notes),
     ]
     for block in table.blocks:

@@ -26,7 +26,7 @@ def draw(progress: Progress, file: Path) -> None:
     panels = figure.subplots(1, max(1, len(titles)), squeeze=False)[0]
     for axes, title in zip(panels, titles, strict=False):
         shown = [result for result in results if result.cell.block.title == title]
-        axes.set(title=title, ylabel="test accuracy, %")
+        axes.set(title=title, ylabel=f"{progress.table.measured}, %")
         if len({result.cell.epsilon for result in shown}) == 1:
             _over_methods(axes, shown)
         else:

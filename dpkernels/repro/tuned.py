@@ -6,17 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 from dpkernels.repro.dp_kfc import PLAIN, TABLES
+from dpkernels.repro.search import SEARCH
 from dpkernels.repro.tables import Block, Epsilon, Printed, Row, Table, cells
 
-_EPSILONS = (1.0, 2.0, 8.0)
+_EPSILONS = (0.5, 1.0, 2.0, 3.0, 5.0, 8.0)
 # Over the paper's settings: the defaults of ``dpkernels train`` for both data sets.
-_TUNED: dict[str, Any] = {"batch_size": 1024, "epochs": 10, "lr": 4e-3}
+_TUNED: dict[str, Any] = {"batch_size": 512, "epochs": 10, "lr": 2e-3, "accountant": "pld"}
+# DP-SGD's best rate is another.
+_DP_SGD_RATE = 4e-3
 _TUNED_ON = (
-    "Damping and normalisation of the factors, batch, epochs and rate were chosen for DP-KFC, "
-    "one after the other, by accuracy on the last 10,000 of FashionMNIST's training images at "
-    "epsilon 1, one seed, trained on the other 50,000; MNIST's last 10,000 were looked at, too, "
-    "before the choice was final. Test images were not. DP-SGD has the same batch, epochs and "
-    "rate. That search is not in epsilon."
+    "Factors, batch, epochs and rate of DP-KFC, and the rate of DP-SGD at the same batch and "
+    "epochs, were chosen on training images of FashionMNIST that were left out, at epsilon 1 (the "
+    "table search). Nothing was chosen on MNIST, on test images or for another epsilon. The search "
+    "is not in epsilon."
 )
 # What may be beaten: the oracle and training without noise have no guarantee.
 _NO_GUARANTEE = ("dp-kfc-oracle", "sgd")
@@ -45,7 +47,8 @@ def _block(title: str, dataset: str) -> Block:
         printed: dict[Epsilon, Printed | None] = {
             epsilon: best_printed(dataset, epsilon, rival) for epsilon in _EPSILONS
         }
-        return Row(label, method, printed, settings=_TUNED)
+        own = {"lr": _DP_SGD_RATE} if method == "dp-sgd" else {}
+        return Row(label, method, printed, settings={**_TUNED, **own})
 
     rows = row("DP-SGD", "dp-sgd", "dp-sgd"), row("DP-KFC", "dp-kfc", None)
     return Block(title, rows, PLAIN[dataset])
@@ -57,9 +60,10 @@ TUNED = Table(
     (_block("MNIST", "mnist"), _block("FashionMNIST", "fashion")),
     (
         _TUNED_ON,
-        "Sampling, delta and accounting are Table 1's.",
+        "Sampling and delta are Table 1's. Noise is accounted by privacy loss distributions, which "
+        "are exact where the paper's Renyi divergences are only a bound: a few percent less of it.",
         "The paper's figure beside DP-SGD is its best DP-SGD, the one beside DP-KFC its best of "
         "any method with a guarantee, at the same epsilon.",
     ),
 )
-ALL_TABLES = {**TABLES, TUNED.name: TUNED}
+ALL_TABLES = {**TABLES, SEARCH.name: SEARCH, TUNED.name: TUNED}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -206,6 +206,33 @@ DATASETS: dict[str, Loader] = {
     "imdb": _imdb,
     "adult": _adult,
 }
+
+
+def held_out(data: Data, records: int) -> Data:
+    """Return ``data`` with that many of its training records in the place of the test part.
+
+    They are drawn by a fixed permutation, and not trained on: settings can be chosen by them, and
+    the test part stays unseen. They are private, so that epsilon does not cover their accuracy.
+
+    Raises ValueError unless some records are left for training.
+    """
+    count = len(data.train)
+    if not 1 <= records < count:
+        raise ValueError(
+            f"validation must be 1 to {count - 1}, fewer than the {count} training records, got "
+            f"{records}"
+        )
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    test, train = (
+        Records(*data.train.__getitems__(at.tolist()))
+        for at in order.split([records, count - records])
+    )
+    note = (
+        f"{data.note}; accuracy is of {records} training records, which were left out of training: "
+        "epsilon does not cover it"
+    )
+    return replace(data, train=train, test=test, note=note)
+
 
 # Public data of the same shape as a private data set's, as in the paper.
 _PROXIES = {"mnist": "fashion", "fashion": "mnist"}

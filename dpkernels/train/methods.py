@@ -89,12 +89,13 @@ def sum_of_losses(outputs: Tensor, targets: Tensor) -> Tensor:
 def synthetic_probe(data: Data, power: float | None = None) -> Probe:
     """Return what stands in for the data: noise for images, tokens for texts, else vectors.
 
-    power: exponent of the noise's spectrum; pink noise, 1, if None.
+    power: exponent of the noise's spectrum; the probe's own default if None.
     """
     from dpkernels.precondition.probes import ColouredNoise, Features, Tokens
 
     if data.kind == "image":
-        return ColouredNoise(data.shape, 1.0 if power is None else power, data.classes)
+        noise = ColouredNoise(data.shape, classes=data.classes)
+        return noise if power is None else ColouredNoise(data.shape, power, data.classes)
     if data.kind == "tokens":
         # Hashed words have no order of frequency, hence uniform. The model finds padding itself.
         length = data.shape[0]

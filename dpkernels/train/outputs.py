@@ -89,12 +89,13 @@ class Outcome:
     def summary(self) -> str:
         """Return three lines for people."""
         options, epsilon = self.options, self.report.epsilon
+        on = "" if options.validation is None else " on held-out records, which is not covered"
         spent = "no epsilon: not private"
         if epsilon is not None:
             spent = f"epsilon {epsilon:.4f} at delta {options.delta:g}"
         return (
             f"{options.method} on {options.dataset}, {options.model}: accuracy "
-            f"{self.accuracy:.2%}, {spent}\n"
+            f"{self.accuracy:.2%}{on}, {spent}\n"
             f"noise multiplier {self.report.noise_multiplier:.4f}, {self.report.steps} steps, "
             f"{self.seconds:.1f} s of training, {self.samples_per_second:,.0f} samples/s\n"
             f"{_NOT_COVERED}"

@@ -17,10 +17,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-FEATURES = 2000  # as many as the paper has words in its vocabulary
-# Token ids: two special ones, then hashed words.
+# The paper has a vocabulary of 2000 words. Hashed, IMDB's 87,000 words need more places, to get out
+# of each other's way: without privacy, logistic regression on its texts comes to 83.5% of the test
+# part with 2000, 87.9% with 16384, and 88.2% with 2000 words that the private texts were asked for.
+FEATURES = 16384
+# Token ids: two special ones, then hashed words, fewer: an embedding has a row for each.
 PAD, CLS = 0, 1
-VOCABULARY = 2 + FEATURES
+TOKENS = 2000
+VOCABULARY = 2 + TOKENS
 LENGTH = 128  # chosen for its cost, not by the texts: attention takes LENGTH^2 for each of them
 _WORD = re.compile(r"[a-z0-9']+")
 
@@ -71,14 +75,14 @@ def hashed_tf_idf(
 
 
 def hashed_tokens(texts: Sequence[str], length: int = LENGTH) -> Tensor:
-    """Return ``[N, length]`` int64: CLS, then the first words as 2 + crc32(word) modulo FEATURES.
+    """Return ``[N, length]`` int64: CLS, then the first words as 2 + crc32(word) modulo TOKENS.
 
     What is left is PAD.
     """
     rows = torch.full((len(texts), length), PAD)
     rows[:, 0] = CLS
     for row, text in zip(rows, texts, strict=True):
-        ids = [2 + _hash(word, FEATURES) for word in words(text)[: length - 1]]
+        ids = [2 + _hash(word, TOKENS) for word in words(text)[: length - 1]]
         row[1 : 1 + len(ids)] = torch.tensor(ids, dtype=torch.long)
     return rows
 

@@ -61,16 +61,17 @@ def test_digits_gets_all_of_them_and_they_are_called_not_private(tmp_path, capsy
     found = numbers_in(tmp_path)
     assert "must not be published" in found["not_private"]
     assert found["sources"]["oracle"]["not_private"] is not None
-    assert found["sources"]["pink noise"]["not_private"] is None
+    assert found["sources"]["f^-3 noise"]["not_private"] is None
     assert pictures_in(tmp_path) == set().union(*FIGURES.values())
 
     layers = ["1", "3", "5"]
-    assert list(found["spectra"]["pink noise"]) == layers
+    assert list(found["spectra"]["f^-3 noise"]) == layers
     values = found["spectra"]["oracle"]["1"]["value"]
     assert values == sorted(values, reverse=True)
-    assert list(found["alignment"]["pink noise"]) == ["0", "1", "2"]
+    assert list(found["alignment"]["f^-3 noise"]) == ["0", "1", "2"]
     assert 0 < found["alignment"]["white noise"]["2"]["1"]["cosine_f"] < 1
-    methods = ["dp-kfc, oracle", "dp-kfc, pink noise", "dp-kfc, white noise", "dp-sgd"]
+    colours = ["f^-3", "pink", "white"]
+    methods = ["dp-kfc, oracle", *(f"dp-kfc, {x} noise" for x in colours), "dp-sgd"]
     assert list(found["snr"]["ratios"]) == list(found["clipping"]["methods"]) == methods
     assert list(found["snr"]["ratios"]["dp-sgd"]) == layers
     assert found["snr"]["noise_std"] == found["noise_multiplier"] / 256

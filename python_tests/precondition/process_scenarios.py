@@ -27,7 +27,8 @@ def train(model: nn.Module, rank: int, world: int) -> dict[str, Tensor]:
     torch.manual_seed(7)
     x = torch.randn(3, 4, 4, dtype=torch.float64)
     torch.manual_seed(rank)
-    kfac = Kfac(model, White(4), cross_entropy, batches=2, batch_size=16, refresh_every=2)
+    options: dict[str, Any] = {"sides": "AG", "batches": 2, "batch_size": 16, "refresh_every": 2}
+    kfac = Kfac(model, White(4), cross_entropy, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with_options(model, optimizer, preconditioner=kfac)
     for batch in x:

@@ -109,7 +109,7 @@ def made(
     network = build().to(dtype)
     inputs, targets = own_probe.batch(RECORDS, torch.Generator().manual_seed(5))
     inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
-    options = {"batches": 2, "batch_size": 12, "refresh_every": 2} | options
+    options = {"sides": "AG", "batches": 2, "batch_size": 12, "refresh_every": 2} | options
     kfac = Kfac(network, probe or own_probe, cross_entropy, **options)
     trained = OPTIMIZERS[optimizer](network.parameters())
     with warnings.catch_warnings():

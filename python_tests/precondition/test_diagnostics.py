@@ -86,7 +86,7 @@ def test_factors_are_those_that_the_preconditioner_has() -> None:
 
     probe = ColouredNoise((1, 4, 4), classes=4)
     found = diagnostics.estimate_factors(model, probe, losses, batches=2, batch_size=16, seed=3)
-    kfac = Kfac(model, probe, losses, batches=2, batch_size=16, seed=3)
+    kfac = Kfac(model, probe, losses, batches=2, batch_size=16, seed=3, sides="AG")
     wanted = diagnostics.factors_of(kfac.moments())
     assert list(found) == ["0", "3"]  # normalisation has none
     assert found["0"][0].shape == (10, 10) and found["3"][1].shape == (4, 4)

@@ -40,7 +40,7 @@ def test_bert_is_preconditioned_but_for_normalisation_and_dropout_plays_no_part(
     torch.manual_seed(0)
     model = bert()
     probe = masked_tokens()
-    kfac = Kfac(model, probe, of_logits, batches=1, batch_size=6)
+    kfac = Kfac(model, probe, of_logits, batches=1, batch_size=6, sides="AG")
     private(model, 1.0, preconditioner=kfac)
     names = [name for name, module in model.named_modules() if "LayerNorm" in name]
     assert names and list(kfac.report().unpreconditioned) == names
@@ -57,7 +57,7 @@ def test_gpt2_leaves_the_weight_that_it_shares_alone():
     model = transformers.GPT2LMHeadModel(config)
     probe = Fixed([torch.randint(2, 50, (6, 7))], torch.randint(50, (6,)))
     loss = lambda outputs, targets: cross_entropy(outputs.logits[:, -1], targets)  # noqa: E731
-    kfac = Kfac(model, probe, loss, batches=1, batch_size=6)
+    kfac = Kfac(model, probe, loss, batches=1, batch_size=6, sides="AG")
     why = {layer.name: layer.why for layer in kfac.report().layers}
     assert why["lm_head"] == why["transformer.wte"] == "its weight is shared with another layer"
     assert kfac.sides("transformer.h.0.mlp.c_fc").describe() == "G full 64, A full 16"

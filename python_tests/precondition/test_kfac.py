@@ -21,14 +21,15 @@ from python_tests.engine.oracle import (
 from python_tests.precondition.factors import Fixed, White, cross_entropy
 from python_tests.tolerance import assert_as_accurate
 
+BOTH = {"sides": "AG"}
 OPTIONS = {
-    "full": {},
+    "full": BOTH,
     "A": {"sides": "A"},
     "G": {"sides": "G"},
-    "rank": {"rank": 2},
-    "diagonal": {"diagonal": True},
-    "reduce": {"sharing": "reduce"},
-    "wide": {"max_size": 10},
+    "rank": {"rank": 2, **BOTH},
+    "diagonal": {"diagonal": True, **BOTH},
+    "reduce": {"sharing": "reduce", **BOTH},
+    "wide": {"max_size": 10, **BOTH},
 }
 
 
@@ -46,7 +47,7 @@ def dense_root(moment: Tensor, damping: float) -> Tensor:
 
 @pytest.mark.parametrize("damping", [1e-3, 1.0])
 def test_sides_are_damped_inverse_roots_of_the_moments(damping):
-    given = {"batches": 2, "damping": damping, "normalise": "none"}
+    given = {"batches": 2, "damping": damping, "normalise": "none", **BOTH}
     kfac = Kfac(network(), White(1, 4, 4), cross_entropy, **given)
     assert kfac.layers == {"0", "3", "4"}
     for name, moments in kfac.moments().items():
@@ -57,7 +58,7 @@ def test_sides_are_damped_inverse_roots_of_the_moments(damping):
 
 
 def test_a_low_rank_side_has_the_largest_eigenpairs_and_the_mean_of_the_others():
-    given = {"rank": 3, "damping": 0.1, "normalise": "none"}
+    given = {"rank": 3, "damping": 0.1, "normalise": "none", **BOTH}
     kfac = Kfac(network().double(), White(1, 4, 4), cross_entropy, **given)
     sides, moment = kfac.sides("3"), kfac.moments()["3"].activations
     values, vectors = torch.linalg.eigh(moment)
@@ -93,7 +94,8 @@ def test_what_is_normalised_follows_the_units_of_the_loss_or_does_not(normalise,
 @pytest.mark.parametrize("normalise", ["damping", "factors"])
 def test_normalised_sides_are_roots_at_the_damping_that_is_stated(normalise):
     model = network().double()
-    kfac = Kfac(model, White(1, 4, 4), cross_entropy, batches=1, normalise=normalise, damping=0.1)
+    given = {"batches": 1, "normalise": normalise, "damping": 0.1, **BOTH}
+    kfac = Kfac(model, White(1, 4, 4), cross_entropy, **given)
     moment = kfac.moments()["3"].errors
     mean = moment.trace() / 6
     if normalise == "damping":
@@ -135,7 +137,7 @@ def test_factors_are_refreshed_at_the_schedule_with_updated_parameters():
     torch.manual_seed(0)
     x, y = torch.randn(8, 1, 4, 4), torch.randint(3, (8,))
     model, probe = network(), Fixed([x], y)
-    options = {"batches": 1, "batch_size": 8}
+    options = {"batches": 1, "batch_size": 8, **BOTH}
     kfac = Kfac(model, probe, cross_entropy, refresh_every=3, **options)
     _, optimizer = private(model, 1.0, preconditioner=kfac)
     assert (kfac.refreshes, probe.drawn) == (1, 1)
@@ -182,7 +184,7 @@ def test_a_step_that_has_begun_keeps_its_factors():
     sums = []
     for refreshed in (False, True):
         model = network()
-        kfac = Kfac(model, White(1, 4, 4), cross_entropy, batches=1, batch_size=16)
+        kfac = Kfac(model, White(1, 4, 4), cross_entropy, batches=1, batch_size=16, **BOTH)
         _, optimizer = private(model, 1.0, preconditioner=kfac)
         torch.manual_seed(3)
         for x in torch.randn(2, 3, 1, 4, 4):
@@ -210,13 +212,15 @@ def test_factors_depend_on_the_seed_alone_and_leave_torchs_generator():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_probes_take_the_parameters_dtype_and_factors_are_float32_or_wider(dtype):
-    kfac = Kfac(network().to(dtype), White(1, 4, 4), cross_entropy, batches=1)
+    kfac = Kfac(network().to(dtype), White(1, 4, 4), cross_entropy, batches=1, **BOTH)
     wanted = torch.float64 if dtype == torch.float64 else torch.float32
     assert kfac.sides("0").left.matrix.dtype == kfac.sides("0").right.matrix.dtype == wanted
 
 
 def test_autocast_around_a_refresh_changes_nothing():
-    plain, inside = (Kfac(network(), White(1, 4, 4), cross_entropy, batches=1) for _ in range(2))
+    plain, inside = (
+        Kfac(network(), White(1, 4, 4), cross_entropy, batches=1, **BOTH) for _ in range(2)
+    )
     with torch.autocast("cpu", torch.bfloat16):
         inside.refresh()
     assert torch.equal(plain.sides("3").left.matrix, inside.sides("3").left.matrix)
@@ -297,7 +301,7 @@ def test_the_report_shows_how_much_a_factor_stretches(form):
 
 def test_the_report_says_which_sides_damping_has_drowned():
     # A convolution's G is a mean over positions: here about a thousandth of the damping.
-    given = {"batches": 1, "damping": 1.0, "normalise": "none"}
+    given = {"batches": 1, "damping": 1.0, "normalise": "none", **BOTH}
     kfac = Kfac(network(), White(1, 4, 4), cross_entropy, **given)
     rows = {layer.name: layer for layer in kfac.report().layers}
     assert rows["0"].why == "G: a multiple of the identity" and rows["0"].stretch_g < 1.01

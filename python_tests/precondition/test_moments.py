@@ -195,7 +195,7 @@ def test_moments_do_not_scale_with_the_probe_batch():
     torch.manual_seed(0)
     model, probe = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double(), probes(4)
     few, many = (
-        Kfac(model, probe, cross_entropy, batches=1, batch_size=size).moments()["0"]
+        Kfac(model, probe, cross_entropy, batches=1, batch_size=size, sides="AG").moments()["0"]
         for size in (6, 600)
     )
     assert_close_at_scale(many.errors, few.errors)
@@ -216,8 +216,8 @@ def test_a_loss_that_is_an_average_is_refused(reduction):
 
 def test_a_sum_and_a_vector_of_losses_are_the_same():
     model = nn.Linear(4, 3).double()
-    vector = Kfac(model, probes(4), cross_entropy).moments()[""]
-    total = Kfac(model, probes(4), lambda y, t: cross_entropy(y, t).sum()).moments()[""]
+    vector = Kfac(model, probes(4), cross_entropy, sides="AG").moments()[""]
+    total = Kfac(model, probes(4), lambda y, t: cross_entropy(y, t).sum(), sides="AG").moments()[""]
     assert torch.equal(vector.errors, total.errors)
 
 

@@ -231,7 +231,7 @@ def test_what_this_package_cannot_run_is_listed_with_the_paper_s_cells(tmp_path,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--table", "3"], "table must be one of 1, 2, 5, 6, 7, tuned, got 3"),
+        (["--table", "3"], "table must be one of 1, 2, 5, 6, 7, search, tuned, got 3"),
         (["--seeds", "0"], "seeds must be an integer >= 1, got 0"),
         (["--jobs", "0"], "jobs must be an integer >= 1, got 0"),
         (["--timing", "--jobs", "2"], "jobs: what is timed runs alone, got 2"),

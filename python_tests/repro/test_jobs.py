@@ -117,7 +117,9 @@ def test_whole_trainings_are_timed_alone_beside_opacus(tmp_path, repro, data_dir
     written = content_of(tmp_path)
     timing = {row["row"]: row for row in written["timing"]}
     hooks, ghost = "Opacus' DP-SGD, hooks", "Opacus' DP-SGD, ghost"
-    assert list(timing) == ["DP-SGD", "Synthetic DP-KFC", hooks, ghost]
+    kfac = "Synthetic DP-KFC"
+    by_default = f"{kfac}, factors as here by default"
+    assert list(timing) == ["DP-SGD", kfac, by_default, hooks, ghost]
     for row in timing.values():
         assert (row["block"], row["epsilon"], row["repeats"]) == ("MNIST", 2, 1)
         # Opacus searches noise until epsilon is within 0.01 of the budget.

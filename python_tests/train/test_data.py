@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dpkernels.train.data import load, load_public
+from dpkernels.train.data import held_out, load, load_public
 from dpkernels.train.formats import read_cifar10, read_csv, read_idx, read_libsvm
 from dpkernels.train.text import (
     CLS,
@@ -190,6 +190,27 @@ def test_the_public_proxy_has_the_shape_of_the_private_data(tmp_path):
     assert inputs.shape == (7, 1, 28, 28) and name == "fashion"
     with pytest.raises(ValueError, match="not for adult; take a method with synthetic probes"):
         load_public("adult", str(tmp_path))
+
+
+def test_held_out_records_are_not_trained_on_and_nothing_of_the_test_part_is_left(tmp_path):
+    write_mnist(tmp_path / "mnist", train=60)
+    whole = load("mnist", str(tmp_path))
+    parts = held_out(whole, 13)
+    assert (len(parts.train), len(parts.test)) == (47, 13)
+
+    def rows(*records):
+        joined = [torch.cat([r.x.flatten(1), r.y.unsqueeze(1)], 1) for r in records]
+        return sorted(map(tuple, torch.cat(joined).tolist()))
+
+    assert len(set(rows(whole.train))) == 60
+    assert rows(parts.train, parts.test) == rows(whole.train)
+    # The same for everybody, and not the end of a file that may be sorted.
+    assert rows(held_out(whole, 13).test) == rows(parts.test)
+    assert not torch.equal(parts.test.x, whole.train.x[-13:])
+    assert "13 training records, which were left out of training: epsilon" in parts.note
+    for wrong in (0, 60):
+        with pytest.raises(ValueError, match=f"validation must be 1 to 59, .*got {wrong}"):
+            held_out(whole, wrong)
 
 
 def test_digits_need_no_files():

@@ -184,6 +184,19 @@ def test_losses_are_called_not_private_where_they_are_written(tmp_path, train):
     assert float(first["loss_not_private"]) > 0 and "loss" not in first
 
 
+def test_accuracy_on_held_out_records_is_said_to_be_on_them_and_not_covered(
+    tmp_path, train, capsys
+):
+    assert train("--quiet", "--validation", "100") == 0
+    said = capsys.readouterr().out
+    assert "on held-out records, which is not covered, epsilon" in said
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert "100 training records, which were left out" in report["data"]
+    # 300 records are left to draw 64 of, five times an epoch.
+    assert report["privacy"]["steps"] == 2 * 5
+    assert report["accuracy"] * 100 == pytest.approx(round(report["accuracy"] * 100))
+
+
 def test_epsilon_in_the_table_is_what_was_spent_and_not_what_was_asked_for(
     tmp_path, train, monkeypatch
 ):

@@ -144,7 +144,9 @@ def test_what_is_left_out_is_the_method_s_default(data_dir):
     kfac = ready(data_dir, dataset="mnist", model="logistic", method="dp-kfc").preconditioner
     report = kfac.report()
     assert report.damping == 0.1 and kfac.normalise == "factors" and kfac.rank is None
-    assert report.probes.startswith("8 x 256 of pink noise")
+    assert kfac.refresh_every == 50
+    assert all(kfac.sides(layer).left is None for layer in kfac.layers)
+    assert report.probes.startswith("8 x 256 of f^-3 noise")
     assert ready(data_dir, dataset="adult", method="disk").optimizer.kappa == 0.7
 
 
