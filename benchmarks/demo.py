@@ -1,7 +1,7 @@
 """Private training in two minutes: ``python -m benchmarks.demo``.
 
 Trains the paper's network on scikit-learn's digits with DP-SGD and with DP-KFC, whose curvature
-comes from pink noise, under the same budget and settings; prints accuracy, epsilon and speed, and
+comes from noise, under the same budget and settings; prints accuracy, epsilon and speed, and
 draws accuracy over the epsilon spent.
 """
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import markdown_table
+from dpkernels.precondition.diagnostics_plots import require_matplotlib
 from dpkernels.train.loop import train
 from dpkernels.train.options import filled_in
 from dpkernels.train.outputs import Outcome
@@ -35,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--epochs", type=int, help="passes over the data, for each method")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
     options = parser.parse_args(arguments)
+    require_matplotlib()
     outcomes = []
     for method in METHODS:
         folder = options.output / method
@@ -70,9 +72,7 @@ def table(outcomes: list[Outcome]) -> str:
 
 def draw(outcomes: list[Outcome], path: Path) -> None:
     """Draw test accuracy over the epsilon spent, a line for each training."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
+    figure = require_matplotlib()(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for outcome in outcomes:
         spent = [epoch.epsilon or 0.0 for epoch in outcome.epochs]

@@ -29,7 +29,7 @@ from dpkernels.precondition.diagnostics_gradients import (
 )
 from dpkernels.precondition.diagnostics_hessian import hessian_spectrum
 from dpkernels.precondition.kfac import Kfac
-from dpkernels.train.methods import sum_of_losses
+from dpkernels.train.methods import METHODS, curvature_arguments, sum_of_losses
 
 FILE = "diagnostics.json"
 ORACLE = "oracle"
@@ -145,13 +145,16 @@ def _gradients(subject: Subject) -> dict[str, ClippedGradients]:
     chosen = torch.randperm(len(train), generator=generator)[:_RECORDS]
     batches = [((train.x[at],), train.y[at]) for at in chosen.split(_BATCH)]
     model, clip = subject.model, subject.options.clip
+    # As the run has it; by default where the run has none.
+    own = METHODS[subject.options.method].curvature is Kfac
+    arguments = curvature_arguments(asdict(subject.options)) if own else {}
     found = {
         _method(source): clipped_gradients(
             model,
             batches,
             sum_of_losses,
             max_norm=clip,
-            preconditioner=Kfac(model, probe, sum_of_losses, seed=subject.seed),
+            preconditioner=Kfac(model, probe, sum_of_losses, seed=subject.seed, **arguments),
         )
         for source, probe in subject.sources.items()
     }

@@ -21,12 +21,18 @@ from dpkernels.precondition.probes import ColouredNoise, PrivateData, Probe, Pub
 from dpkernels.privacy.calibration import calibrate_noise_multiplier
 from dpkernels.privacy.samplers import PoissonSampler
 from dpkernels.run.loader import PrivateLoader
-from dpkernels.train.data import Data, load_public
-from dpkernels.train.methods import METHODS, Setting, make_optimizer, sum_of_losses, synthetic_probe
+from dpkernels.train.data import Data
+from dpkernels.train.methods import (
+    METHODS,
+    make_optimizer,
+    public_inputs,
+    sum_of_losses,
+    synthetic_probe,
+)
 from dpkernels.train.models import build
 from dpkernels.train.options import Options, resumed
 from dpkernels.train.outputs import MODEL, REPORT
-from dpkernels.train.prepared import data_of
+from dpkernels.train.prepared import data_of, setting_of
 
 _SEED = 0  # figures can be drawn again; nothing here is private anyway
 _POINTS = 10  # of a history, beside the first
@@ -80,7 +86,7 @@ def _subject(options: Options, folder: Path | None) -> Subject:
     if folder is not None:
         model.load_state_dict(torch.load(folder / MODEL, weights_only=True))
         steps = json.loads((folder / REPORT).read_text())["privacy"]["steps"]
-    sources, notes = _sources(data, options.data_dir)
+    sources, notes = _sources(data, options)
     with _seeds_are_known():
         loader = _loader(options, data)
     sigma = calibrate_noise_multiplier(
@@ -109,9 +115,9 @@ def train_steps(subject: Subject, steps: int, look: Callable[[int], None]) -> No
             f"method must be one with clip and noise, got {options.method}; pass a --checkpoint of "
             "dpkernels train"
         )
-    refresh = options.refresh_every or max(1, steps // _POINTS)
-    setting = Setting(model, subject.data, options.data_dir, options.lr, refresh, subject.seed)
-    optimizer = make_optimizer(method, options.optimizer, setting)
+    setting = setting_of(options, model, subject.data)
+    filtered = options.filter is not None
+    optimizer = make_optimizer(method, options.optimizer, setting, filtered=filtered)
     with _seeds_are_known():
         loader = _loader(options, subject.data)
         training = make_private(
@@ -121,7 +127,7 @@ def train_steps(subject: Subject, steps: int, look: Callable[[int], None]) -> No
             max_grad_norm=options.clip,
             expected_batch_size=options.batch_size,
             loss_reduction="sum",
-            preconditioner=method.preconditioner(setting) if method.preconditioner else None,
+            preconditioner=method.preconditioner(setting),
             noise_key=NoiseKey.from_seed(subject.seed),
         )
     if isinstance(optimizer, DPAdamBC | DiSK):
@@ -160,9 +166,9 @@ def _loader(options: Options, data: Data) -> PrivateLoader:
     )
 
 
-def _sources(data: Data, data_dir: str | None) -> tuple[dict[str, Probe], tuple[str, ...]]:
-    """Return where curvature may come from, and what there is not."""
-    synthetic = synthetic_probe(data)
+def _sources(data: Data, options: Options) -> tuple[dict[str, Probe], tuple[str, ...]]:
+    """Return where curvature may come from, the run's own noise first, and what there is not."""
+    synthetic = synthetic_probe(data, options.power)
     sources: dict[str, Probe] = {"oracle": PrivateData(data.train, not_private=True)}
     if isinstance(synthetic, ColouredNoise):
         paler = (ColouredNoise(data.shape, power, data.classes) for power in (1.0, 0.0))
@@ -170,7 +176,7 @@ def _sources(data: Data, data_dir: str | None) -> tuple[dict[str, Probe], tuple[
     else:
         sources["synthetic"] = synthetic
     try:
-        inputs, name = load_public(data.name, data_dir, tokens=data.kind == "tokens")
+        inputs, name = public_inputs(data, options.data_dir)
     except (ValueError, OSError) as error:
         return sources, (f"no public source: {error}",)
     sources[f"public, {name}"] = PublicData(inputs, classes=data.classes)

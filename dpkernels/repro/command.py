@@ -91,6 +91,8 @@ class _Plan:
 
     def note(self, task: Task, outcome: Outcome) -> None:
         """Print what came of ``task``, in one line, and keep what went wrong."""
+        from dpkernels.train.formats import MissingData
+
         self.ended += 1
         where = f"[{self.ended}/{len(self.tasks)}] {task.name}"
         if not isinstance(outcome, Exception):
@@ -98,15 +100,16 @@ class _Plan:
             return
         print(f"dpkernels repro: {where}: {outcome}", file=sys.stderr, flush=True)
         key = next(key for one, key in self.tasks if one is task)
-        if not isinstance(outcome, FileNotFoundError):
+        if key is None or not isinstance(outcome, MissingData):
             self.failed.append(task.name)
-        elif key is not None:
+        else:
             # The table goes without the folder's name, which is of this machine only.
             self.missing[key] = "its data files, or its public data's, were not there"
 
 
 def _plan(options: argparse.Namespace) -> _Plan:
     """Return what is to be trained. Raises ValueError before anything is, if it cannot be."""
+    from dpkernels.precondition.diagnostics_plots import require_matplotlib
     from dpkernels.repro.opacus_peer import require_opacus
     from dpkernels.repro.tables import cells, in_running_order
     from dpkernels.repro.timing import timed_tasks
@@ -122,6 +125,7 @@ def _plan(options: argparse.Namespace) -> _Plan:
     if options.timing and options.jobs > 1:
         raise ValueError(f"jobs: what is timed runs alone, got {options.jobs}; leave --jobs out")
     folder_of(options.data_dir)
+    require_matplotlib()  # now, and not after hours of training
     table = ALL_TABLES[options.table]
     wanted = cells(table, options.epsilon, options.methods)
     changed = {name: getattr(options, name) for name in _CHANGEABLE}

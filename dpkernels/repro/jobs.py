@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from dpkernels.repro.trials import Task, Trial, read
 from dpkernels.repro.worker import MISSING, STOPPED, encoded
+from dpkernels.train.formats import MissingData
 
 LOG = "log.txt"
 Outcome = Trial | Exception
@@ -116,5 +117,5 @@ def _outcome(task: Task, status: int, begins: int) -> Outcome:
     own = log.read_bytes()[begins:].decode(errors="replace")
     lines = own.strip().splitlines() or [f"status {status}"]
     if status == MISSING:
-        return FileNotFoundError(lines[-1])
+        return MissingData(lines[-1])
     return RuntimeError(f"{lines[-1]} (all of it: {log})")

@@ -49,7 +49,7 @@ def train_with_opacus(options: Options, mode: str) -> dict[str, Any]:
     model = build(options.model, data.shape, data.classes)
     if not ModuleValidator.is_valid(model):  # it trains an attention of its own only
         model = ModuleValidator.fix(model)
-    setting = Setting(model, data, options.data_dir, options.lr, refresh_every=1, seed=0)
+    setting = Setting(model, data, options.data_dir, options.lr, seed=0)
     optimizer = make_optimizer(METHODS["dp-sgd"], options.optimizer, setting)
     arguments: dict[str, Any] = {
         "module": model,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dpkernels.precondition.diagnostics_plots import require_matplotlib
 from dpkernels.repro.results import Progress, Result
 
 
@@ -14,15 +15,9 @@ def draw(progress: Progress, file: Path) -> None:
 
     Raises RuntimeError without matplotlib, which the ``plots`` extra has.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise RuntimeError(
-            "a plot needs matplotlib; install it with: pip install 'dpkernels[plots]'"
-        ) from None
     results = [r for r in progress.results() if r.not_run is None and r.cell.epsilon is not None]
     titles = list(dict.fromkeys(result.cell.block.title for result in results))
-    figure = Figure(figsize=(6.4 * max(1, len(titles)), 4.8), layout="constrained")
+    figure = require_matplotlib()(figsize=(6.4 * max(1, len(titles)), 4.8), layout="constrained")
     panels = figure.subplots(1, max(1, len(titles)), squeeze=False)[0]
     for axes, title in zip(panels, titles, strict=False):
         shown = [result for result in results if result.cell.block.title == title]

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from dpkernels.repro.trials import Task, perform
+from dpkernels.train.formats import MissingData
 from dpkernels.train.options import Options
 
 STOPPED = 130
@@ -47,7 +48,7 @@ def main(argument: str) -> int:
         perform(Task(**fields), jobs=asked["jobs"])
     except KeyboardInterrupt:
         return STOPPED
-    except FileNotFoundError as error:
+    except MissingData as error:
         print(error, file=sys.stderr)
         return MISSING
     except Exception:

@@ -11,6 +11,7 @@ models as they are made writes a checkpoint before publishing each.
 from __future__ import annotations
 
 import os
+import pickle
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -84,8 +85,15 @@ def load(path: str | os.PathLike[str], run: PrivateRun, *, scheduler: Any = None
 
 
 def read(path: str | os.PathLike[str] | IO[bytes], **options: Any) -> Any:
-    """Return what ``write_atomically`` wrote; options: as ``torch.load`` takes them."""
-    return torch.load(path, **{"map_location": "cpu", "weights_only": True, **options})
+    """Return what ``write_atomically`` wrote; options: as ``torch.load`` takes them.
+
+    Raises ValueError for a file that cannot be read as one.
+    """
+    try:
+        return torch.load(path, **{"map_location": "cpu", "weights_only": True, **options})
+    except (EOFError, pickle.UnpicklingError, RuntimeError) as error:
+        name = os.fspath(path) if isinstance(path, str | os.PathLike) else "the file"
+        raise ValueError(f"{name} cannot be read as a checkpoint: {error}") from error
 
 
 def write_own_part(

@@ -11,7 +11,7 @@ Train a model privately within a budget. Noise is calibrated for it, samples are
 sampling, and every step is accounted for. The default, digits, needs no files; the other data sets
 are read from --data-dir or $DPKERNELS_DATA. After Ctrl-C, --resume goes on. Epsilon covers the
 models; it does not cover training losses, on the bar and in metrics.csv, nor the checkpoint, nor
-the number of dropped samples in the reports."""
+the number of dropped samples in the reports, nor accuracy on records held out by --validation."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is trained").add_argument
     add("--dataset", help="digits (default), mnist, fashion, cifar10, imdb, adult")
     add("--model", help="logistic, mlp, cnn, deep-cnn, vit, bert; by default the data set's")
+    add("--features", type=int, help="imdb: places that words are hashed to (16384)")
     add("--method", help="dp-sgd (default), dp-kfc and others: --list names them")
     add = parser.add_argument_group("privacy").add_argument
     add("--epsilon", type=float, help="the budget (default 1)")
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", help="adam, adamw, sgd (momentum 0.9), adambc")
     add("--lr", type=float, help="learning rate, of the first step")
     add("--schedule", help="constant (default), linear or cosine: of the learning rate, to 0")
-    add("--validation", type=int, help="records left out of training, to measure accuracy on")
+    add("--validation", type=int, help="leave so many records out, and measure accuracy on them")
     add("--average", type=float, help="decay of an average of parameters that is the model (none)")
     add = parser.add_argument_group("curvature", "methods with a preconditioner").add_argument
     add("--refresh-every", type=int, help="steps between estimates of curvature (50)")
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--probe-batches", type=int, help="batches of 256 probes in an estimate (8)")
     add("--power", type=float, help="spectrum f^-POWER of noise for images (3)")
     add = parser.add_argument_group("after the noise").add_argument
+    add("--filter", help="disk: a Kalman filter before the optimizer (the method's, or none)")
     add("--floor", type=float, help="adambc: least second moment (by the noise)")
     add("--kappa", type=float, help="disk: weight of a new gradient, up to 1 (0.7)")
     add = parser.add_argument_group("files").add_argument

@@ -2,7 +2,7 @@
 
 Nothing here is computed from the private records: constants of normalisation are those that were
 published with the data sets long ago, features of texts are hashed. The number of records is taken
-for public, and so is the test part, which accuracy is measured on.
+for public, and so is the test part, which accuracy is measured on, unless records are held out.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from dpkernels.train.formats import read_cifar10, read_csv, read_idx, read_libsvm
-from dpkernels.train.text import InverseFrequencies, hashed_tf_idf, hashed_tokens
+from dpkernels.train.formats import MissingData, read_cifar10, read_csv, read_idx, read_libsvm
+from dpkernels.train.text import FEATURES, InverseFrequencies, hashed_tf_idf, hashed_tokens
 
 Kind = Literal["image", "binary", "text", "tokens"]
 
@@ -91,7 +91,7 @@ class Data:
 def folder_of(data_dir: str | os.PathLike[str] | None) -> Path:
     """Return where data sets are: ``data_dir``, or ``$DPKERNELS_DATA``.
 
-    Raises ValueError if neither is given, FileNotFoundError if it is not a folder.
+    Raises ValueError if neither is given, MissingData if it is not a folder.
     """
     found = data_dir or os.environ.get("DPKERNELS_DATA")
     if not found:
@@ -100,7 +100,7 @@ def folder_of(data_dir: str | os.PathLike[str] | None) -> Path:
             "$DPKERNELS_DATA, or take --dataset digits, which needs no files"
         )
     if not Path(found).is_dir():
-        raise FileNotFoundError(f"data_dir: {found} is not a folder")
+        raise MissingData(f"data_dir: {found} is not a folder")
     return Path(found)
 
 
@@ -161,7 +161,7 @@ def _adult(data_dir: str | None) -> Data:
     return Data("adult", "binary", 2, train, test, "LIBSVM's a9a: binary features, as they are")
 
 
-def _imdb(data_dir: str | None, tokens: bool = False) -> Data:
+def _imdb(data_dir: str | None, tokens: bool = False, features: int = FEATURES) -> Data:
     root = folder_of(data_dir)
     # Weights of words are TF-IDF's; tokens have none.
     frequencies = InverseFrequencies([] if tokens else _agnews_texts(root))
@@ -169,20 +169,22 @@ def _imdb(data_dir: str | None, tokens: bool = False) -> Data:
     def part(name: str) -> Records:
         rows = list(read_csv(root / "imdb" / name, "label", "text"))
         labels = torch.tensor([int(label) for label, _ in rows])
-        return Records(_text_inputs([text for _, text in rows], frequencies, tokens), labels)
+        texts = [text for _, text in rows]
+        return Records(_text_inputs(texts, frequencies, tokens, features), labels)
 
     source = f"{frequencies.texts} texts of AG News" if frequencies.texts else "nowhere: all 1"
     train, test = part("train.csv"), part("test.csv")
     if tokens:
         note = f"the first {train.x.shape[1] - 1} words of a text, hashed"
         return Data("imdb", "tokens", 2, train, test, note)
-    return Data("imdb", "text", 2, train, test, f"words hashed, weights of words from {source}")
+    note = f"words hashed to {features} places, weights of words from {source}"
+    return Data("imdb", "text", 2, train, test, note)
 
 
 def _text_inputs(
-    texts: Sequence[str], frequencies: InverseFrequencies, tokens: bool = False
+    texts: Sequence[str], frequencies: InverseFrequencies, tokens: bool, features: int
 ) -> Tensor:
-    return hashed_tokens(texts) if tokens else hashed_tf_idf(texts, frequencies)
+    return hashed_tokens(texts) if tokens else hashed_tf_idf(texts, frequencies, features)
 
 
 def _agnews_texts(root: Path) -> list[str]:
@@ -206,13 +208,16 @@ DATASETS: dict[str, Loader] = {
     "imdb": _imdb,
     "adult": _adult,
 }
+IMAGES = frozenset({"digits", "mnist", "fashion", "cifar10"})
+TEXTS: dict[str, Callable[[str | None, bool, int], Data]] = {"imdb": _imdb}
 
 
 def held_out(data: Data, records: int) -> Data:
     """Return ``data`` with that many of its training records in the place of the test part.
 
-    They are drawn by a fixed permutation, and not trained on: settings can be chosen by them, and
-    the test part stays unseen. They are private, so that epsilon does not cover their accuracy.
+    They are drawn by a fixed permutation, of the number of records, which is public. Nothing is
+    trained on them, so that settings can be chosen by them, and the test part stays unseen. They
+    are private: epsilon does not cover accuracy on them.
 
     Raises ValueError unless some records are left for training.
     """
@@ -238,40 +243,40 @@ def held_out(data: Data, records: int) -> Data:
 _PROXIES = {"mnist": "fashion", "fashion": "mnist"}
 
 
-_TEXTS: dict[str, Callable[[str | None, bool], Data]] = {"imdb": _imdb}
-
-
-def load(name: str, data_dir: str | None = None, *, tokens: bool = False) -> Data:
+def load(
+    name: str, data_dir: str | None = None, *, tokens: bool = False, features: int = FEATURES
+) -> Data:
     """Return the data set of that name.
 
     tokens: of texts, tokens in their order instead of TF-IDF features.
+    features: how many places words are hashed to for the latter.
 
     Raises ValueError for one that is not known, or tokens of what is not text.
     """
     if name not in DATASETS:
         raise ValueError(f"dataset must be one of {', '.join(DATASETS)}, got {name!r}")
-    if not tokens:
-        return DATASETS[name](data_dir)
-    if name not in _TEXTS:
+    if name in TEXTS:
+        return TEXTS[name](data_dir, tokens, features)
+    if tokens:
         raise ValueError(
-            f"dataset: models of tokens need texts, {', '.join(_TEXTS)}, got {name}; take another "
+            f"dataset: models of tokens need texts, {', '.join(TEXTS)}, got {name}; take another "
             "--model"
         )
-    return _TEXTS[name](data_dir, True)
+    return DATASETS[name](data_dir)
 
 
 def load_public(
-    name: str, data_dir: str | None = None, *, tokens: bool = False
+    name: str, data_dir: str | None = None, *, tokens: bool = False, features: int = FEATURES
 ) -> tuple[Tensor, str]:
     """Return inputs of another, public data set that fit the private ``name``, and what they are.
 
-    tokens: as for ``load``. Raises ValueError where there is none.
+    tokens, features: as for ``load``. Raises ValueError where there is none.
     """
     if name == "imdb":
         texts = _agnews_texts(folder_of(data_dir))
         if not texts:
-            raise FileNotFoundError(f"agnews: {folder_of(data_dir)}/agnews has no .csv files")
-        return _text_inputs(texts, InverseFrequencies(texts), tokens), "AG News"
+            raise MissingData(f"agnews: {folder_of(data_dir)}/agnews has no .csv files")
+        return _text_inputs(texts, InverseFrequencies(texts), tokens, features), "AG News"
     if name not in _PROXIES:
         known = ", ".join([*_PROXIES, "imdb"])
         raise ValueError(

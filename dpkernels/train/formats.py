@@ -22,11 +22,15 @@ _SIGNS = {b"+1": 1, b"1": 1, b"-1": 0}  # LIBSVM's labels of two classes
 _CIFAR_RECORD = 1 + 3 * 32 * 32
 
 
+class MissingData(FileNotFoundError):
+    """The files of a data set are not where they are looked for."""
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
     """Open ``path``, or ``path.gz`` or ``path.xz`` where only that is there.
 
-    Raises FileNotFoundError with the names that were looked for, ValueError for a file that cannot
+    Raises MissingData with the names that were looked for, ValueError for a file that cannot
     be unpacked to its end.
     """
     for suffix, opener in _OPENERS.items():
@@ -39,7 +43,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
             raise ValueError(f"{file} cannot be unpacked ({error}); fetch it again") from error
         return
-    raise FileNotFoundError(
+    raise MissingData(
         f"{path} is not there, nor with .gz or .xz; set --data-dir or $DPKERNELS_DATA to the "
         "folder that holds the data sets"
     )

@@ -73,7 +73,7 @@ def train(
                 )
             )
             state.save()
-            write_metrics(output, state.epochs)
+            write_metrics(output, options, state.epochs)
             if interrupts.asked and len(state.epochs) < options.epochs:
                 raise KeyboardInterrupt
 
@@ -173,7 +173,9 @@ def _train_epoch(
             shown = now
             spent = _epsilon(ready, options, within=0.02)
             accuracy = state.epochs[-1].accuracy if state.epochs else None
-            figures = _shown(mean_loss(), accuracy, spent, state.speed(now - begun))
+            speed = state.speed(now - begun)
+            held_out = options.validation is not None
+            figures = _shown(mean_loss(), accuracy, spent, speed, held_out=held_out)
             bar.set_postfix(figures, refresh=False)
         bar.update()
         if interrupts.asked and training.steps < ready.steps:
@@ -208,11 +210,17 @@ def _epsilon(ready: Prepared, options: Options, within: float = 0.0) -> float | 
 
 
 def _shown(
-    loss: float | None, accuracy: float | None, epsilon: float | None, speed: float
+    loss: float | None,
+    accuracy: float | None,
+    epsilon: float | None,
+    speed: float,
+    *,
+    held_out: bool,
 ) -> dict[str, str]:
+    measured = "accuracy (not private)" if held_out else "accuracy"
     return {
         "loss (not private)": "-" if loss is None else f"{loss:.3f}",
-        "accuracy": "-" if accuracy is None else f"{accuracy:.1%}",
+        measured: "-" if accuracy is None else f"{accuracy:.1%}",
         "epsilon": "none" if epsilon is None else f"{epsilon:.3f}",
         "samples/s": f"{speed:,.0f}",
     }

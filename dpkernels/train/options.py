@@ -13,10 +13,11 @@ from dpkernels.ops.checks import check_finite
 from dpkernels.precondition.kfac import Normalise
 from dpkernels.precondition.moments import WhichSides
 from dpkernels.train.atomic import write_text
-from dpkernels.train.data import DATASETS
-from dpkernels.train.methods import METHODS, OPTIMIZERS, SPECIFIC
-from dpkernels.train.models import MODELS
+from dpkernels.train.data import DATASETS, IMAGES, TEXTS
+from dpkernels.train.methods import FILTERS, METHODS, OPTIMIZERS, SPECIFIC
+from dpkernels.train.models import MODELS, TOKEN_MODELS
 from dpkernels.train.schedule import SCHEDULES
+from dpkernels.train.text import FEATURES
 
 FILE = "options.json"
 ACCOUNTANTS = ("pld", "rdp")
@@ -24,7 +25,7 @@ ACCOUNTANTS = ("pld", "rdp")
 
 @dataclass(frozen=True)
 class Options:
-    """One training, as the command line names it.
+    """One training, as the command line names it. What a method has no use for is None.
 
     epsilon, delta: the budget, for one record added or removed. The noise is made to fit it.
     batch_size: as expected, under Poisson sampling.
@@ -38,13 +39,16 @@ class Options:
     seed: fixes noise, samples and parameters: for tests only. None takes them from the operating
         system.
 
-    Of methods that precondition; None is the method's own default:
-    refresh_every: steps between two estimates of curvature; None for 50.
+    features: places that the words of texts are hashed to.
+
+    Of methods that precondition:
+    refresh_every: steps between two estimates of curvature.
     damping, normalise, sides, rank: as ``Kfac`` takes them. probe_batches: its ``batches``.
     power: exponent of the spectrum of the noise that stands in for images (``ColouredNoise``).
 
-    Of what acts after the noise, likewise:
-    floor: of DP-AdamBC. kappa: of DiSK.
+    Of what acts after the noise:
+    filter: one of ``FILTERS``, between the noise and the optimizer, where the method has none.
+    floor: of DP-AdamBC; None for one by the noise. kappa: of DiSK.
     """
 
     dataset: str = "digits"
@@ -71,6 +75,8 @@ class Options:
     floor: float | None = None
     kappa: float | None = None
     validation: int | None = None
+    features: int | None = None
+    filter: str | None = None
     seed: int | None = None
     data_dir: str | None = None
 
@@ -90,7 +96,10 @@ class Options:
                 f"output: {file} is not there, so that nothing can be resumed; leave --resume out "
                 "to begin"
             )
-        found = json.loads(file.read_text())
+        try:
+            found = json.loads(file.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"output: {file} cannot be read ({error}); begin anew") from error
         if unknown := found.keys() - {field.name for field in dataclasses.fields(cls)}:
             raise ValueError(
                 f"output: {file} has options that this version does not know, "
@@ -123,9 +132,11 @@ _OF_MODEL: dict[str, dict[str, Any]] = {"bert": {"epochs": 5, "optimizer": "adam
 
 
 def filled_in(given: Mapping[str, Any]) -> Options:
-    """Return the options ``given``, those that are None replaced by the data set's defaults.
+    """Return the options ``given``, those that are None replaced by defaults.
 
-    Raises ValueError for what is out of range or does not go together.
+    They are the data set's and the method's, and as numbers: what was trained is told by its
+    options, whatever defaults are later. Raises ValueError for what is out of range or does not go
+    together.
     """
     chosen = {name: value for name, value in given.items() if value is not None}
     dataset = chosen.get("dataset", Options.dataset)
@@ -142,11 +153,20 @@ def filled_in(given: Mapping[str, Any]) -> Options:
     chosen = _DEFAULTS[dataset] | _OF_MODEL.get(chosen.get("model", ""), {}) | chosen
     optimizer = chosen.get("optimizer", Options.optimizer)
     _check_known("optimizer", optimizer, OPTIMIZERS)
+    filtered = "filter" in chosen
     for name in SPECIFIC:
-        if name in chosen and not method.takes(name, optimizer):
+        if name in chosen and not method.takes(name, optimizer, filtered=filtered):
             raise ValueError(_not_taken(name, chosen[name], chosen.get("method", Options.method)))
+    hashed = dataset in TEXTS and chosen.get("model", "") not in TOKEN_MODELS
+    if "features" in chosen and not hashed:
+        raise ValueError(
+            f"features: they are of texts for models that do not read tokens, got "
+            f"{chosen['features']} for {dataset}; leave --features out"
+        )
     rates = _LEARNING_RATES | _LEARNING_RATES_OF.get(dataset, {})
-    options = Options(**{"lr": rates[optimizer]} | chosen)
+    defaults = method.defaults(images=dataset in IMAGES, filtered=filtered)
+    defaults |= {"lr": rates[optimizer]} | ({"features": FEATURES} if hashed else {})
+    options = Options(**defaults | chosen)
     _check(options)
     return options
 
@@ -171,9 +191,8 @@ def resumed(output: Path, given: Mapping[str, Any]) -> Options:
 
 def _not_taken(name: str, value: object, method: str) -> str:
     """Return why an option that only some methods take cannot be given."""
-    takers = [other for other, x in METHODS.items() if x.takes(name, x.optimizer or "")]
-    if name == "floor":
-        takers.append("--optimizer adambc")
+    takers = [other for other, x in METHODS.items() if x.takes(name)]
+    takers += {"floor": ["--optimizer adambc"], "kappa": ["--filter disk"]}.get(name, [])
     return (
         f"{name}: {method} does not take it, got {value!r}; leave --{name.replace('_', '-')} out, "
         f"or take one of {', '.join(takers)}"
@@ -187,6 +206,7 @@ def _check(options: Options) -> None:
         "schedule": SCHEDULES,
         "normalise": get_args(Normalise),
         "sides": get_args(WhichSides),
+        "filter": FILTERS,
     }
     for name, known in choices.items():
         if (value := getattr(options, name)) is not None:
@@ -199,6 +219,7 @@ def _check(options: Options) -> None:
         "rank",
         "probe_batches",
         "validation",
+        "features",
     ):
         value = getattr(options, name)
         if value is not None and value < 1:

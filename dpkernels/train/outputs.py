@@ -1,7 +1,8 @@
 """What a training leaves on the disk: checkpoint, model, metrics, report.
 
-The model may be published. Losses, and the number of samples that were dropped because they were
-not finite, depend on the private data beyond what epsilon says; the checkpoint holds both, too.
+The model may be published. Losses, the number of samples that were dropped because they were not
+finite, and accuracy on records that were held out depend on the private data beyond what epsilon
+says; the checkpoint holds them, too.
 """
 
 from __future__ import annotations
@@ -24,10 +25,6 @@ MODEL = "model.pt"
 METRICS = "metrics.csv"
 REPORT = "report.json"
 REPORT_TEXT = "report.txt"
-_NOT_COVERED = (
-    f"not covered by epsilon: training losses ({METRICS}), {CHECKPOINT}, and the number of dropped "
-    "samples in the reports; keep them to yourself"
-)
 
 
 @dataclass(frozen=True)
@@ -51,12 +48,22 @@ class Epoch:
         return dataclasses.asdict(self)
 
 
-def write_metrics(output: Path, epochs: Sequence[Epoch]) -> None:
-    """Write ``metrics.csv``; the name of the losses' column says that they are not private."""
+def not_covered(options: Options) -> str:
+    """Return what epsilon does not cover of all that is written, in a sentence."""
+    held_out = "" if options.validation is None else "accuracy on held-out records, "
+    return (
+        f"not covered by epsilon: {held_out}training losses ({METRICS}), {CHECKPOINT}, and the "
+        "number of dropped samples in the reports; keep them to yourself"
+    )
+
+
+def write_metrics(output: Path, options: Options, epochs: Sequence[Epoch]) -> None:
+    """Write ``metrics.csv``; the names of columns say which are not private."""
     text = io.StringIO()
     names = [field.name for field in dataclasses.fields(Epoch)]
     writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writerow({name: name for name in names} | {"loss": "loss_not_private"})
+    private = ["loss"] if options.validation is None else ["loss", "accuracy"]
+    writer.writerow({name: name for name in names} | {n: f"{n}_not_private" for n in private})
     writer.writerows(epoch.to_dict() for epoch in epochs)
     write_text(output / METRICS, text.getvalue())
 
@@ -89,7 +96,7 @@ class Outcome:
     def summary(self) -> str:
         """Return three lines for people."""
         options, epsilon = self.options, self.report.epsilon
-        on = "" if options.validation is None else " on held-out records, which is not covered"
+        on = "" if options.validation is None else " on held-out records"
         spent = "no epsilon: not private"
         if epsilon is not None:
             spent = f"epsilon {epsilon:.4f} at delta {options.delta:g}"
@@ -98,7 +105,7 @@ class Outcome:
             f"{self.accuracy:.2%}{on}, {spent}\n"
             f"noise multiplier {self.report.noise_multiplier:.4f}, {self.report.steps} steps, "
             f"{self.seconds:.1f} s of training, {self.samples_per_second:,.0f} samples/s\n"
-            f"{_NOT_COVERED}"
+            f"{not_covered(options)}"
         )
 
     def _averaged(self) -> str:
@@ -109,11 +116,12 @@ class Outcome:
 
     def write(self, output: Path) -> None:
         """Write ``metrics.csv``, ``report.txt`` and, last, ``report.json``: then all is there."""
-        write_metrics(output, self.epochs)
+        write_metrics(output, self.options, self.epochs)
+        tested = "" if self.options.validation is not None else "the test part and "
         parts = [
             self.summary(),
             f"data: {self.note}",
-            "the test part and the number of records are taken for public",
+            f"taken for public: {tested}the number of records",
             self._averaged(),
             str(self.report),
             self.preconditioner or "",
@@ -123,6 +131,7 @@ class Outcome:
             "options": dataclasses.asdict(self.options),
             "data": self.note,
             "accuracy": self.accuracy,
+            "not_covered": not_covered(self.options),
             "samples_per_second": self.samples_per_second,
             "training_seconds": self.seconds,
             "privacy": self.report.to_dict(),

@@ -19,22 +19,13 @@ from dpkernels.privacy.samplers import PoissonSampler
 from dpkernels.run.loader import PrivateLoader
 from dpkernels.run.private_run import PrivateRun
 from dpkernels.train.data import Data, held_out, load
-from dpkernels.train.methods import METHODS, Setting, make_optimizer
+from dpkernels.train.methods import METHODS, SPECIFIC, Setting, make_optimizer
 from dpkernels.train.models import TOKEN_MODELS, build
 from dpkernels.train.options import Options
+from dpkernels.train.text import FEATURES
 
-# As in Appendix D of DP-KFC. On held-out images of FashionMNIST half a point better than once an
-# epoch, and as good as every 20 steps.
-_REFRESH_EVERY = 50
 # What a method that is not private clips to: nothing is as long.
 _NO_CLIP = 1e30
-_CURVATURE = {
-    "damping": "damping",
-    "normalise": "normalise",
-    "sides": "sides",
-    "rank": "rank",
-    "probe_batches": "batches",
-}
 
 
 @dataclass(frozen=True)
@@ -87,11 +78,12 @@ def prepare(options: Options) -> Prepared:
     else:
         clip, sigma = _NO_CLIP, 0.0
 
-    setting = _setting(options, model, data)
+    setting = setting_of(options, model, data)
     # Before the clock starts: the first optimizer of a process makes torch import 2 s of modules.
-    optimizer = make_optimizer(method, options.optimizer, setting)
+    filtered = options.filter is not None
+    optimizer = make_optimizer(method, options.optimizer, setting, filtered=filtered)
     begun = time.perf_counter()
-    preconditioner = method.preconditioner(setting) if method.preconditioner else None
+    preconditioner = method.preconditioner(setting)
     with warnings.catch_warnings():
         if method.not_private is not None:  # the report says it, too
             warnings.filterwarnings("ignore", message=".*adds no noise", category=UserWarning)
@@ -114,25 +106,19 @@ def prepare(options: Options) -> Prepared:
 
 def data_of(options: Options) -> Data:
     """Return the data set, as the model takes it, with what is held out as its test part."""
-    data = load(options.dataset, options.data_dir, tokens=options.model in TOKEN_MODELS)
+    data = load(
+        options.dataset,
+        options.data_dir,
+        tokens=options.model in TOKEN_MODELS,
+        features=options.features or FEATURES,
+    )
     return data if options.validation is None else held_out(data, options.validation)
 
 
-def _setting(options: Options, model: nn.Module, data: Data) -> Setting:
+def setting_of(options: Options, model: nn.Module, data: Data) -> Setting:
     """Return what the method is made for."""
-    given = {argument: getattr(options, name) for name, argument in _CURVATURE.items()}
-    return Setting(
-        model,
-        data,
-        options.data_dir,
-        lr=options.lr,
-        refresh_every=options.refresh_every or _REFRESH_EVERY,
-        seed=options.seed or 0,
-        curvature={name: value for name, value in given.items() if value is not None},
-        power=options.power,
-        floor=options.floor,
-        kappa=options.kappa,
-    )
+    given = {name: getattr(options, name) for name in SPECIFIC}
+    return Setting(model, data, options.data_dir, options.lr, options.seed or 0, given)
 
 
 def _check_fits(options: Options, data: Data) -> None:

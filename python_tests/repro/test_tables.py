@@ -167,8 +167,12 @@ def test_factors_by_default_are_those_of_the_command_and_the_paper_s_are_its_own
             options = options_of(cell, 0, {})
             factors = options.sides, options.normalise, options.damping, options.power
             if cell.row.label.endswith("by default"):
-                assert factors == (None,) * 4 and cell.printed is None
+                given = {"dataset": options.dataset, "model": options.model, "method": "dp-kfc"}
+                own = filled_in(given)
+                assert factors == (own.sides, own.normalise, own.damping, own.power)
+                assert cell.printed is None
                 continue
+            assert (options.refresh_every, options.probe_batches) == (50, 8)
             images = options.dataset != "imdb" and cell.row.method in ("dp-kfc", "dp-kfc+adambc")
             damping = 0.1 if number == "2" else 1e-3
             assert factors == ("AG", "none", damping, 2.0 if images else None)

@@ -35,7 +35,9 @@ KFAC = {"dp-kfc", "dp-kfc-public", "dp-kfc-oracle", "dp-kfc+adambc", "dp-kfc+dis
 SYNTHETIC = {"dp-kfc", "dp-kfc+adambc", "dp-kfc+disk", "adadps"}
 TAKERS = {
     **dict.fromkeys(("normalise", "sides", "rank"), KFAC),
-    **dict.fromkeys(("damping", "probe_batches"), KFAC | {"adadps", "adadps-public"}),
+    **dict.fromkeys(
+        ("damping", "probe_batches", "refresh_every"), KFAC | {"adadps", "adadps-public"}
+    ),
     "power": SYNTHETIC,
     "floor": {"dp-adambc", "dp-kfc+adambc"},
     "kappa": {"disk", "dp-kfc+disk"},
@@ -57,10 +59,7 @@ def data_dir(tmp_path_factory):
 def test_options_are_taken_by_the_methods_that_have_a_use_for_them(name):
     assert VALUES.keys() == set(SPECIFIC)
     for method in METHODS:
-        takes = METHODS[method].preconditioner is not None
-        if name != "refresh_every":
-            takes = method in TAKERS[name]
-        if takes:
+        if method in TAKERS[name]:
             assert getattr(filled_in({"method": method, name: VALUES[name]}), name) == VALUES[name]
             continue
         with pytest.raises(ValueError, match=re.escape(f"{name}: {method} does not take it")):
