@@ -52,6 +52,11 @@ class SampleNorms:
 class Clipping(Protocol):
     """What the engine asks of a way to clip."""
 
+    @property
+    def largest_factor(self) -> float:
+        """No factor of a sample's own gradient is larger."""
+        ...
+
     def factors(self, norms: SampleNorms, dtype: torch.dtype) -> Tensor:
         """Return factors ``[B]`` for all layers, or ``[L, B]``, rounded towards zero.
 
@@ -81,6 +86,11 @@ class Clipping(Protocol):
 
 class _Fixed:
     """A bound that does not change."""
+
+    @property
+    def largest_factor(self) -> float:
+        """1: gradients are made shorter only."""
+        return 1.0
 
     def end_step(self, key: NoiseKey, expected_batch: float, ranks: Ranks = ALONE) -> None:
         """Nothing is learnt."""
@@ -113,7 +123,10 @@ class Flat(_Fixed):
 
 @dataclass(frozen=True)
 class Automatic(_Fixed):
-    """``C / (norm + gamma)``: every sample counts alike (Bu et al. 2023). Sensitivity C."""
+    """``C / (norm + gamma)``: every sample counts alike (Bu et al. 2023). Sensitivity C.
+
+    Factors are 2^32 at most: with a gamma of almost 0, norms below C / 2^32 count less.
+    """
 
     max_norm: float
     gamma: float = 0.01
@@ -122,9 +135,14 @@ class Automatic(_Fixed):
         check_finite("Automatic", "max_norm", self.max_norm, above=0.0)
         check_finite("Automatic", "gamma", self.gamma, at_least=0.0)
 
+    @property
+    def largest_factor(self) -> float:
+        """``C / gamma``, at most 2^32."""
+        return self.max_norm / max(self.gamma, self.max_norm * 2.0**-32)
+
     def factors(self, norms: SampleNorms, dtype: torch.dtype) -> Tensor:
         """Return ``[B]``."""
-        return clip.layer_factors(
+        factors = clip.layer_factors(
             norms.sq_norms,
             self.max_norm,
             "automatic",
@@ -132,6 +150,7 @@ class Automatic(_Fixed):
             gamma=self.gamma,
             dtype=dtype,
         )
+        return factors.clamp_(max=norms.scale * self.largest_factor)
 
     def sensitivity(self, layers: tuple[str, ...]) -> float:
         """C."""
@@ -201,6 +220,11 @@ class Adaptive:
             check_finite("Adaptive", name, getattr(self, name), above=0.0)
         if not 0 < self.quantile < 1:
             raise ValueError(f"Adaptive: quantile must be in (0, 1), got {self.quantile}")
+
+    @property
+    def largest_factor(self) -> float:
+        """1."""
+        return 1.0
 
     def factors(self, norms: SampleNorms, dtype: torch.dtype) -> Tensor:
         """Return ``[B]``, and count the samples that were within the bound."""

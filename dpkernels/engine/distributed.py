@@ -79,22 +79,27 @@ class Ranks:
         return key if self._group is None or key.seed is None else key.spawn(self.size)[self.rank]
 
     def noisy_sum_(
-        self, buffers: Sequence[Tensor], std: float, key: NoiseKey, scale: float = 1.0
+        self,
+        buffers: Sequence[Tensor],
+        std: float,
+        key: NoiseKey,
+        scale: float = 1.0,
+        unit: float = 1.0,
     ) -> None:
-        """Make of each buffer ``scale * (its sum over all ranks + N(0, std^2))``, in place.
+        """Make ``scale * (sum over all ranks of unit * buffer + N(0, std^2))`` of each, in place.
 
         buffers: float32 or float64, of the same sizes on all ranks, which end up with the same
             bits. Each is sent once, while noise is drawn for the next.
-        key: this rank's own.
+        key: this rank's own. unit: of this rank's buffers, a power of two.
         """
         if self._group is None:
             for buffer in buffers:
-                add_gaussian_noise_(buffer, std, key, scale=scale)
+                add_gaussian_noise_(buffer, std / unit, key, scale=scale * unit)
             return
         share = std / math.sqrt(self.size)
         sent = []
         for buffer in buffers:
-            add_gaussian_noise_(buffer, share, key)
+            add_gaussian_noise_(buffer, share / unit, key, scale=unit)
             sent.append(dist.all_reduce(buffer, group=self._group, async_op=True))
         for buffer, work in zip(buffers, sent, strict=True):
             assert work is not None

@@ -8,6 +8,7 @@ DP-SGD is this flow with the identity as preconditioner.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -161,7 +162,9 @@ class Step:
         for parameter in self._parameters:
             parameter.grad = None
         norms_of_samples = self._sample_norms(current)
+        self._sums.raise_unit(_power_of_two(norms_of_samples.scale * self.clipping.largest_factor))
         factors = self.clipping.factors(norms_of_samples, self._sums.widest)
+        factors = _in_units(factors, self._sums.unit)
         self.seen.note(factors)
         if self.keep_norms:
             self.seen.sq_norms = norms_of_samples.own()
@@ -205,8 +208,9 @@ class Step:
             sensitivity = self._announced(check)
             sigma, expected = self.mechanism.noise_multiplier, self.mechanism.expected_batch_size
             self.ranks.confirm(sigma, sensitivity, expected, self.taken)
+            unit = self._sums.unit
             flat, views = self._sums.release()
-            self.ranks.noisy_sum_(flat, sigma * sensitivity, self.key, 1.0 / expected)
+            self.ranks.noisy_sum_(flat, sigma * sensitivity, self.key, 1.0 / expected, unit)
             self.clipping.end_step(self.key, expected, self.ranks)
             self.ranks.complete()
         except BaseException:
@@ -270,6 +274,26 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """
     kind = device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IT_IS
+
+
+def _power_of_two(bound: float) -> float:
+    """Return the least power of two that is not below ``bound``, at least 1."""
+    fraction, exponent = math.frexp(max(1.0, bound))
+    return math.ldexp(1.0, exponent - (fraction == 0.5))
+
+
+def _in_units(factors: Tensor, unit: float) -> Tensor:
+    """Return factors for sums that are divided by ``unit``, none above 1.
+
+    Kernels multiply errors by factors before activations come in. With a factor above 1, of an
+    averaged loss say, an error that float32 just holds would become infinite, and infinite times an
+    activation of 0 is not a number: one sample whose norm is 0 would be all that is left of a sum.
+    """
+    if unit == 1:
+        return factors
+    divided = factors / unit
+    # What is below the normal numbers may have been rounded up.
+    return divided.masked_fill_(divided < torch.finfo(divided.dtype).tiny, 0.0)
 
 
 def _rounded_down(factors: Tensor, like: Tensor) -> Tensor:

@@ -36,6 +36,8 @@ class Sums:
 
     layers: what owns parameters; each parameter belongs to one, tied ones to their group.
 
+    unit: a power of two; buffers hold sums divided by it.
+
     Memory is taken piece by piece as layers are added, while what they were made from is given up,
     and given away with the step, so that nobody who holds a gradient of an earlier step sees it
     change.
@@ -48,6 +50,7 @@ class Sums:
         self._flat: dict[_Piece, Tensor] = {}
         self._views: dict[nn.Parameter, Tensor] = {}
         self._written: set[Layer] = set()
+        self.unit = 1.0
 
     @property
     def widest(self) -> torch.dtype:
@@ -60,6 +63,16 @@ class Sums:
         there = layer in self._written
         self._written.add(layer)
         return [self._view(parameter) for parameter in layer.parameters.values()], there
+
+    def raise_unit(self, unit: float) -> None:
+        """Divide what is there, and what is added from now on, by ``unit``, or more as it is.
+
+        A power of two changes no digit, only where float32 ends.
+        """
+        if unit > self.unit:
+            for flat in self._flat.values():
+                flat *= self.unit / unit
+            self.unit = unit
 
     def release(self) -> tuple[list[Tensor], dict[nn.Parameter, Tensor]]:
         """Give the buffers away: flat tensors that hold everything, and each parameter's view.
@@ -77,6 +90,7 @@ class Sums:
     def discard(self) -> None:
         """Forget everything that was added."""
         self._flat, self._views, self._written = {}, {}, set()
+        self.unit = 1.0
 
     def _view(self, parameter: nn.Parameter) -> Tensor:
         if parameter not in self._views:

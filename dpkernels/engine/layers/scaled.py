@@ -38,8 +38,9 @@ from dpkernels.ops.ghost.plan import Plan
 # scale. Gradients are kept up to this size, or up to that of what the layer's capture holds anyway.
 _BLOCK_BYTES = 32 << 20
 # Of a scale's elements. ``OuterProducts`` adds up c d a before the scale, at most B C / s where one
-# sample is clipped to C: B C up to 2^63 stays within float32, and nothing becomes inf * 0. Above,
-# c d would lose digits below float32's normal numbers. A root of a float32 is within, too.
+# sample is clipped to C: B C up to 2^63 stays within float32, and nothing becomes inf * 0, as no c
+# is above 1 (``Step``). Above, c d would lose digits below float32's normal numbers. A root of a
+# float32 is within, too.
 _LEAST, _LARGEST = 2.0**-64, 2.0**64
 
 
