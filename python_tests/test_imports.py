@@ -60,7 +60,7 @@ ALLOWED = {
         "dpkernels.postprocess",
         *ROOM_OF_OPS,
     ),
-    "repro": ("dpkernels.repro", "dpkernels.train", "dpkernels.info"),
+    "repro": ("dpkernels.repro", "dpkernels.train", "dpkernels.precondition", "dpkernels.info"),
     "federated": ("dpkernels.federated", "dpkernels.engine", "dpkernels.privacy", *ROOM_OF_OPS),
 }
 

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 # Factors of the same probes differ by rounding where GPUs add up in any order: float32's 6e-8 times
 # what the inverse root amplifies it by, the largest eigenvalue beside the damping, 1e5 say. Those
 # of other probes differ by 1 / sqrt(2,048) for the default number of them, 2%, and far more where a
-# side is wide; less where each has many positions, but not in all layers of a model.
+# side is wide; but by 0.2% in convolutions, where each has many positions: what is estimated says
+# itself what from (``fingerprint``).
 _ROUNDED = 0.01
 
 

@@ -198,6 +198,7 @@ class PrivateTraining:
             "noise_multiplier": self.noise_multiplier,
             "nonfinite_samples": self.nonfinite_samples,
             "preconditioner": state_of(self._step.preconditioner),
+            "void": self.void,
             "max_norm": dict(bound) if isinstance(bound, Mapping) else bound,
         }
 
@@ -219,6 +220,7 @@ class PrivateTraining:
         self.noise_multiplier = state["noise_multiplier"]
         self._step.seen = Seen(dropped=state["nonfinite_samples"])
         load_state_of(self._step.preconditioner, state["preconditioner"])
+        self._step.remember_void(state.get("void"))
         clipping: Any = self._step.clipping
         if self.extra_query is not None:
             clipping.max_norm = state["max_norm"]
@@ -281,8 +283,9 @@ def make_private(
         samples: it makes gradients depend on each other, and must be summed instead. A matter of
         privacy, which is not checked: with the wrong one, a sample's clipped gradient depends on
         how many others there are.
-    preconditioner: factors for each layer's gradient, applied before it is clipped:
-        ``dpkernels.precondition.Kfac`` estimates them from probes, ``FixedSides`` takes them.
+    preconditioner: factors, or a scale for every element, of each layer's gradient, applied before
+        it is clipped: ``dpkernels.precondition.Kfac`` and ``AdaDPS`` estimate them from probes,
+        ``FixedSides`` takes them.
     noise_key: from the operating system's entropy if None. Of a seeded one, each rank takes a child
         of its own.
     loss_scale: what the loss is multiplied by before ``backward()``, against underflow in float16.
@@ -368,6 +371,11 @@ def _sketches(step: Step) -> dict[str, list[float]]:
     }
 
 
+def _fingerprint(preconditioner: Preconditioner) -> str:
+    own: Callable[[], str] | None = getattr(preconditioner, "fingerprint", None)
+    return "" if own is None else own()
+
+
 def _facts(step: Step, several_calls: SeveralCalls) -> dict[str, str]:
     """Return what all ranks must agree on, beside the parameters."""
     clipping = step.clipping
@@ -378,4 +386,6 @@ def _facts(step: Step, several_calls: SeveralCalls) -> dict[str, str]:
         "max_grad_norm": repr(clipping if dataclasses.is_dataclass(clipping) else sensitivity),
         "several_calls": several_calls,
         "preconditioner": ", ".join(sides),
+        "what the preconditioner is estimated from": _fingerprint(step.preconditioner),
+        "why there is no guarantee": repr(step.void),
     }

@@ -14,7 +14,7 @@ class LayerReport:
     """One layer: its rule, formula and cost for one microbatch of the shape seen first.
 
     formula, reason, flops, bytes: None until a backward pass has shown the shapes.
-    preconditioner: ``none``, or what its two sides are.
+    preconditioner: ``none``, or what its two sides, or its scale, are.
     """
 
     name: str

@@ -53,6 +53,8 @@ class Sides:
                 "Sides: scale must be None beside left or right; give a layer either factors or a "
                 "scale"
             )
+        if self.not_private == "":
+            raise ValueError("Sides: not_private must be a reason, or None for no private data")
 
     def describe(self) -> str:
         """Return what each side is, for a report."""
@@ -113,6 +115,9 @@ class Preconditioner(Protocol):
 
     The engine asks when the first microbatch of a logical step arrives and keeps the answers until
     the step is over: nothing that the step's own samples do can change them.
+
+    If it has a method ``fingerprint()``, several processes compare what it returns: a text that is
+    the same where the same was estimated from.
 
     If it has a method ``after_step()``, that is called after every step of the optimizer: the
     parameters are then those that the step has released, and factors may follow them. If it has an

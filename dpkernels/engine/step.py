@@ -123,10 +123,15 @@ class Step:
                 f"are {list(self.names)}"
             )
 
+    def remember_void(self, reason: str | None) -> None:
+        """Keep why there is no guarantee, if a reason is given and there is none yet."""
+        if self._void is None:
+            self._void = reason
+
     @property
     def void(self) -> str | None:
         """Why there is no guarantee whatever the noise: the preconditioner, or factors, say so."""
-        return self._void or why_void(self.preconditioner)
+        return self._void if self._void is not None else why_void(self.preconditioner)
 
     def layer_complete(self, current: Pass, layer: Layer, captured: Captured) -> None:
         """Norms of one layer: as soon as its errors are there, while they are in the cache."""
@@ -263,7 +268,7 @@ class Step:
             if sides is not self._checked.get(layer):
                 check_sides(layer, sides)
                 self._checked[layer] = sides
-                self._void = self._void or sides.not_private
+                self.remember_void(sides.not_private)
         return found
 
 

@@ -89,7 +89,7 @@ class DiSK(Optimizer):
         """Filter the gradients, let the optimizer step from x_t, and go to the next shifted point.
 
         Raises ValueError for a closure, which would ask for gradients at other points, RuntimeError
-        inside of ``at_iterate``.
+        inside of ``at_iterate``, and if there is no gradient at all.
         """
         if closure is not None:
             raise ValueError(
@@ -101,9 +101,12 @@ class DiSK(Optimizer):
         pairs = [(p, p.grad) for p in self._parameters() if p.grad is not None]
         parameters, gradients = [p for p, _ in pairs], [g for _, g in pairs]
         if not pairs:
-            return
+            raise RuntimeError(
+                "DiSK.step: no parameter has a gradient; call backward() first, and pass the DiSK "
+                "itself to make_private, not the optimizer that is inside of it"
+            )
         iterates, filtered = self._filter(parameters, gradients)
-        torch._foreach_copy_(parameters, iterates)
+        _copy(parameters, iterates)
         try:
             for p, gradient in zip(parameters, filtered, strict=True):
                 p.grad = gradient
@@ -112,7 +115,7 @@ class DiSK(Optimizer):
             for p, gradient in pairs:
                 p.grad = gradient
         moved = torch._foreach_sub(parameters, iterates)
-        torch._foreach_copy_(iterates, parameters)
+        _copy(iterates, parameters)
         torch._foreach_add_(parameters, moved, alpha=self.gamma)
 
     def _filter(
@@ -182,3 +185,9 @@ class DiSK(Optimizer):
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.param_groups = self.optimizer.param_groups
         self._variance = state_dict["noise_variance"]
+
+
+def _copy(to: list[Tensor], values: list[Tensor]) -> None:
+    """Copy each; ``torch._foreach_copy_`` takes no shards of FSDP2."""
+    for x, y in zip(to, values, strict=True):
+        x.copy_(y)

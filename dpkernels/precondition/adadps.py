@@ -132,6 +132,9 @@ class AdaDPS(Refreshed[LayerSquares]):
             self.not_private,
         )
 
+    def _estimation(self) -> dict[str, Any]:
+        return super()._estimation() | {"damping": self.damping}
+
     def _start(self, layer: Layer) -> LayerSquares:
         return LayerSquares(layer)
 
@@ -202,9 +205,10 @@ class AdaDPSReport:
 
     def __str__(self) -> str:
         head = (
-            f"AdaDPS from {self.probes}, damping {self.damping:g}, refreshed {self.refreshes} "
-            f"times, the last in {self.milliseconds:.0f} ms"
+            f"AdaDPS from {self.probes}, damping {self.damping:g}, refreshed {self.refreshes} times"
         )
+        if self.milliseconds:  # not since a checkpoint
+            head += f", the last in {self.milliseconds:.0f} ms"
         if self.not_private is not None:
             head += f"; not private: {self.not_private}"
         return "\n".join([head, *map(str, self.layers)])

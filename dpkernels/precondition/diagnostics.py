@@ -20,7 +20,7 @@ NOT_PRIVATE = "computed from private records: not private, must not be published
 
 # Of each layer by name: A ``[I, I]`` of the activations and G ``[O, O]`` of the errors; ``[I]`` or
 # ``[O]`` where it is diagonal.
-Moments = Mapping[str, tuple[Tensor, Tensor]]
+FactorPairs = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def factors_of(moments: Mapping[str, LayerMoments]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -92,7 +92,7 @@ class Alignment:
     error_f: float
 
 
-def align(reference: Moments, other: Moments) -> dict[str, Alignment]:
+def align(reference: FactorPairs, other: FactorPairs) -> dict[str, Alignment]:
     """Return how far each layer's factors agree, relative to ``reference``.
 
     Raises ValueError for layers that differ, in name or shape.

@@ -61,7 +61,7 @@ def clipped_gradients(
             max_grad_norm=max_norm,
             expected_batch_size=1.0,
             loss_reduction="sum",
-            preconditioner=_Present(preconditioner) if preconditioner else None,
+            preconditioner=_Present(preconditioner) if preconditioner is not None else None,
             keep_norms=True,
         )
     norms: dict[str, list[Tensor]] = {name: [] for name in training.layers}

@@ -16,7 +16,7 @@ from torch import Tensor
 from dpkernels.precondition.diagnostics import (
     NOT_PRIVATE,
     Alignment,
-    Moments,
+    FactorPairs,
     kronecker_spectrum,
     mean_alignment,
 )
@@ -39,7 +39,7 @@ _POINTS = 400  # of a curve: more than a figure shows
 
 
 def plot_spectra(
-    sources: Mapping[str, Moments],
+    sources: Mapping[str, FactorPairs],
     *,
     layers: Sequence[str] | None = None,
     reference: str = "oracle",

@@ -26,6 +26,8 @@ _CHECKED_SAMPLES = 8
 class Collected(Protocol):
     """What is estimated of one layer, pass by pass."""
 
+    layer: Layer
+
     def update(self, captured: Captured) -> None:
         """Add what one pass has captured. Raises ValueError for what is not finite."""
         ...
@@ -129,7 +131,10 @@ def check_summed(model: nn.Module, inputs: Sequence[Tensor], targets: Tensor, lo
         return
 
     def loss_of(first: int, last: int) -> float:
-        part = [x[first:last] if x.dim() and x.shape[0] == size else x for x in inputs]
+        def cut(x: Tensor) -> Tensor:
+            return x[first:last] if x.dim() and x.shape[0] == size else x
+
+        part = tree_map_only(Tensor, cut, inputs)
         return float(loss(model(*part), targets[first:last]).sum())
 
     whole, parts = loss_of(0, 2 * half), loss_of(0, half) + loss_of(half, 2 * half)

@@ -1,4 +1,4 @@
-"""K-FAC from probes: the preconditioner of DP-KFC (Algorithm 1)."""
+"""K-FAC from probes: the preconditioner of DP-KFC (Algorithm 1, and what does better)."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ Normalise = Literal["none", "damping", "factors"]
 class Kfac(Refreshed[LayerMoments]):
     """U_G g U_A for every layer, with U_A = (A + damping I)^(-1/2) and U_G likewise, from probes.
 
+    By default U_G is the identity, and A is divided by its mean eigenvalue; Algorithm 1 of the
+    paper is ``sides="AG", normalise="none", damping=1e-3``.
+
     A = E[a a^T] and G = E[d d^T] are second moments of what a layer gets and of the errors that
     come back to it, on probes, at the present parameters: from one sample's own loss each, not from
     an average over the batch, so they do not depend on ``batch_size`` but for chance.
@@ -45,8 +48,8 @@ class Kfac(Refreshed[LayerMoments]):
         ``damping=1e-3``. The G of a convolution is a mean over all positions, and may be a
         thousandth of that: its factor is then a multiple of the identity, which ``report()``
         shows; and layers without factors, LayerNorm say, are left behind by those that have some.
-    sides: ``A``, ``G`` or both. The errors of probes, whose labels mean nothing, become other than
-        those of the data as training goes on: A alone does better.
+    sides: ``A``, ``G`` or ``AG``, both. The errors of probes, whose labels mean nothing, become
+        other than those of the data as training goes on: A alone does better.
     rank: keep that many eigenpairs of each side and put the mean of the others in their place, for
         sides of more than 2 ``rank``, where it is the cheaper form; None keeps all.
     diagonal: keep only the diagonals of A and G.
@@ -116,6 +119,7 @@ class Kfac(Refreshed[LayerMoments]):
             tuple(LayerFactors.of(x, self.sides(name)) for name, x in self._moments.items()),
             self._probes(),
             self.damping,
+            self.normalise,
             self.refreshes,
             1e3 * self._seconds,
             1e3 * self._sides_seconds,
@@ -123,7 +127,8 @@ class Kfac(Refreshed[LayerMoments]):
         )
 
     def _estimation(self) -> dict[str, Any]:
-        return super()._estimation() | dataclasses.asdict(self._how)
+        own = {"damping": self.damping, "normalise": self.normalise, "rank": self.rank}
+        return super()._estimation() | own | dataclasses.asdict(self._how)
 
     def _start(self, layer: Layer) -> LayerMoments:
         return LayerMoments(layer, self._how)

@@ -132,10 +132,11 @@ class LayerMoments:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what ``state_dict`` returned; tensors are copied, to the layer's device."""
-        device = next(iter(self.layer.parameters.values())).device
+        own = next(iter(self.layer.parameters.values()))
+        like = own.device, sum_dtype(own.dtype)
         for running, one in ((self._a, state["A"]), (self._g, state["G"])):
             mean = one["mean"]
-            running.load_state_dict(one | {"mean": None if mean is None else mean.to(device)})
+            running.load_state_dict(one | {"mean": None if mean is None else mean.to(*like)})
 
     def _add_rows(self, x: Tensor, role: Role, channel_dim: int = -1) -> None:
         """Add vectors ``[B, *, n]``, or with n elsewhere."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from dpkernels.engine.layers.layer import Layer
+from dpkernels.engine.layers.scaled import check_sides
 from dpkernels.engine.sides import IDENTITY, Sides
 from dpkernels.precondition.estimate import Loss, Moments, collect, started
 from dpkernels.precondition.probes import Probe
@@ -102,6 +104,12 @@ class Refreshed(ABC, Generic[Moments]):
         end = time.perf_counter()
         self._seconds, self._sides_seconds = end - start, end - estimated
 
+    def fingerprint(self) -> str:
+        """Return what is the same where the same was estimated, from the same probes."""
+        self._ensure()
+        place = hashlib.sha256(self._generator.get_state().numpy().tobytes()).hexdigest()[:16]
+        return f"{self._estimation()} from {self._probes()}, generator at {place}"
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: what was estimated, and where probes and schedule are."""
         self._ensure()
@@ -118,7 +126,7 @@ class Refreshed(ABC, Generic[Moments]):
         """Go on after a checkpoint with the sides that it was made with.
 
         Sides of private probes make this not private, whatever its own probe is. Raises ValueError
-        for a state of other layers, or of moments of another kind.
+        for a state of other layers, of other sizes, or of another kind of sides.
         """
         op = f"{type(self).__name__}.load_state_dict"
         if missing := _STATE - state.keys():
@@ -128,8 +136,8 @@ class Refreshed(ABC, Generic[Moments]):
         wanted = self._estimation()
         if state["estimation"] != wanted:
             raise ValueError(
-                f"{op}: state must be of moments with {wanted}, got {state['estimation']}; make "
-                "the preconditioner as it was saved"
+                f"{op}: state must be of {wanted}, got {state['estimation']}; make the "
+                "preconditioner as it was saved"
             )
         moments = started(self._model, self._start)
         if moments.keys() != state["moments"].keys():
@@ -139,8 +147,11 @@ class Refreshed(ABC, Generic[Moments]):
             )
         for name, x in moments.items():
             x.load_state_dict(state["moments"][name])
-        self._void = self._void or state["not_private"]
-        self._moments, self._sides = moments, self._marked(moments, self._void)
+        void = self._void or state["not_private"]
+        sides = self._marked(moments, void)
+        for name, one in sides.items():
+            check_sides(moments[name].layer, one)
+        self._moments, self._sides, self._void = moments, sides, void
         self._steps, self.refreshes = state["steps"], state["refreshes"]
         self._generator.set_state(state["generator"])
 
@@ -175,7 +186,7 @@ class Refreshed(ABC, Generic[Moments]):
             )
 
     def _estimation(self) -> dict[str, Any]:
-        """Return what moments must have in common to be loaded."""
+        """Return what sides must have in common to be gone on with."""
         return {"kind": type(self).__name__}
 
     @abstractmethod

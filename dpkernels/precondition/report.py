@@ -21,8 +21,8 @@ class LayerFactors:
     """One layer.
 
     sides: what its two factors are; ``none`` if it has none.
-    mean_a, mean_g: mean eigenvalues of A and G, to be compared with the damping. None where there
-        is none.
+    mean_a, mean_g: mean eigenvalues of A and G, which the damping is measured by, or, if nothing is
+        normalised, to be compared with. None where there is none.
     stretch_a, stretch_g: largest eigenvalue of the factor, divided by its smallest; 1 is a multiple
         of the identity, which is what damping makes of a side that is far below it.
     why: what is not as was asked for, and the reason; empty if all is.
@@ -88,6 +88,7 @@ class KfacReport:
     layers: tuple[LayerFactors, ...]
     probes: str
     damping: float
+    normalise: str
     refreshes: int
     milliseconds: float
     roots_milliseconds: float
@@ -99,10 +100,14 @@ class KfacReport:
         return tuple(layer.name for layer in self.layers if layer.sides == "none")
 
     def __str__(self) -> str:
+        measured = "" if self.normalise == "none" else " of the mean eigenvalue"
         head = (
-            f"K-FAC from {self.probes}, damping {self.damping:g}, refreshed {self.refreshes} times,"
-            f" the last in {self.milliseconds:.0f} ms (roots {self.roots_milliseconds:.0f} ms)"
+            f"K-FAC from {self.probes}, damping {self.damping:g}{measured}, refreshed "
+            f"{self.refreshes} times"
         )
+        if self.milliseconds:  # not since a checkpoint
+            head += f", the last in {self.milliseconds:.0f} ms (roots "
+            head += f"{self.roots_milliseconds:.0f} ms)"
         if self.not_private is not None:
             head += f"; not private: {self.not_private}"
         numbers = ("mean A", "mean G", "stretch A", "stretch G")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from dpkernels import clipping
 from dpkernels.engine.capture import flattened
 from dpkernels.engine.layers import scaled
 from dpkernels.engine.rules import layers_of
@@ -21,6 +22,7 @@ from python_tests.engine.oracle import (
     clipped_sum,
     gradients_of,
     median_norm,
+    norm,
     private,
     private_sum,
     sample_gradients,
@@ -115,6 +117,33 @@ def test_clipped_sums_are_those_of_scaled_single_samples(name):
     bound = median_norm(gradients)
     actual = private_sum(model, inputs, bound, preconditioner=preconditioner)
     assert_same(actual, clipped_sum(gradients, bound))
+
+
+@pytest.mark.parametrize("name", ["linear", "conv2d", "wide", "embedding", "layer norm"])
+@pytest.mark.parametrize("mode", ["mean", "automatic", "per layer"])
+def test_so_they_are_for_averaged_losses_and_other_clipping(name, mode):
+    model, inputs = case(name)
+    preconditioner, scales = scales_of(model)
+    gradients = scaled_gradients(model, inputs, scales)
+    bound = median_norm(gradients)
+    if mode == "mean":
+        actual = private_sum(model, inputs, bound, preconditioner=preconditioner, reduction="mean")
+        assert_same(actual, clipped_sum(gradients, bound))
+        return
+    if mode == "automatic":
+        made = clipping.Automatic(bound, gamma=0.5)
+        factors = [dict.fromkeys(g, bound / (norm(g) + 0.5)) for g in gradients]
+    else:
+        names = [layer.name for layer in flattened(layers_of(model))]
+        own = {k: k.rpartition(".")[0] for k in gradients[0]}
+        each = bound / math.sqrt(len(names))
+        made, factors = clipping.PerLayer(bound), []
+        for g in gradients:
+            norms = {n: norm({k: x for k, x in g.items() if own[k] == n}) for n in names}
+            factors.append({k: min(1.0, each / norms[own[k]]) for k in g})
+    actual = private_sum(model, inputs, made, preconditioner=preconditioner)
+    pairs = list(zip(gradients, factors, strict=True))
+    assert_same(actual, {k: sum(f[k] * g[k] for g, f in pairs) for k in gradients[0]})
 
 
 @pytest.mark.parametrize("name", ["linear", "conv2d", "wide", "layer norm", "own parameters"])
@@ -328,3 +357,22 @@ def test_the_report_says_what_is_scaled_and_what_it_costs(name):
     for layer in training.report().layers:
         assert layer.preconditioner == f"scale of {layer.parameters} elements"
         assert layer.flops >= layer.parameters and layer.bytes > 0 and layer.reason
+
+
+def test_factors_of_another_precision_are_refused_before_the_first_step():
+    fixed = FixedSides({"": Sides(right=Diagonal(torch.ones(4, dtype=torch.float64)))})
+    with pytest.raises(ValueError, match=r"right must be torch.float32 on cpu, got torch.float64"):
+        private(nn.Linear(4, 3), 1.0, preconditioner=fixed)
+
+
+def test_factors_of_private_data_make_every_later_state_void():
+    own = Sides(right=Diagonal(torch.ones(4)), not_private="an oracle's")
+    training, _ = private(nn.Linear(4, 3), 1.0, preconditioner=FixedSides({"": own}))
+    assert training.void == "an oracle's"
+    other = FixedSides({"": Sides(right=Diagonal(torch.ones(4)))})
+    again, _ = private(nn.Linear(4, 3), 1.0, preconditioner=other)
+    assert again.void is None
+    again.load_state_dict(training.state_dict())
+    assert again.void == "an oracle's"
+    with pytest.raises(ValueError, match="not_private must be a reason"):
+        Sides(not_private="")

@@ -167,3 +167,14 @@ def test_what_is_wrong_is_said() -> None:
     second.grad = torch.ones(3)
     with pytest.raises(RuntimeError, match=r"shape \[3\] has its first gradient after"):
         disk.step()
+
+
+@pytest.mark.parametrize("inner", [lambda p: torch.optim.SGD(p, 0.1), DPAdamBC])
+def test_a_step_without_any_gradient_is_refused(inner) -> None:
+    # As when the optimizer inside was made private, and not the filter: its gradients never come.
+    parameter = nn.Parameter(torch.zeros(3))
+    disk = DiSK(inner([parameter]))
+    if isinstance(disk.optimizer, DPAdamBC):
+        disk.optimizer.noise_std = 0.1
+    with pytest.raises(RuntimeError, match="pass the DiSK itself to make_private"):
+        disk.step()

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import dpkernels
 from dpkernels import NoiseKey, PoissonSampler, PrivateLoader, PrivateRun
 from dpkernels.postprocess import DiSK, DPAdamBC
-from dpkernels.precondition import ColouredNoise, Features, Kfac, Probe, Tokens
+from dpkernels.precondition import AdaDPS, ColouredNoise, Features, Kfac, Probe, Tokens
 from python_tests.precondition.factors import cross_entropy
 
 RECORDS, CLASSES = 48, 3
@@ -101,16 +101,24 @@ def made(
     *,
     dtype: torch.dtype = torch.float32,
     probe: Probe | None = None,
+    adadps: bool = False,
     **options: Any,
-) -> tuple[PrivateRun, Kfac]:
-    """Return a run that refreshes its factors every second step; options: of ``Kfac``."""
+) -> tuple[PrivateRun, Kfac | AdaDPS]:
+    """Return a run that refreshes its factors every second step; options: of ``Kfac``.
+
+    adadps: of ``AdaDPS``, in its place.
+    """
     torch.manual_seed(0)
     build, own_probe = MODELS[model]
     network = build().to(dtype)
     inputs, targets = own_probe.batch(RECORDS, torch.Generator().manual_seed(5))
     inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
-    options = {"sides": "AG", "batches": 2, "batch_size": 12, "refresh_every": 2} | options
-    kfac = Kfac(network, probe or own_probe, cross_entropy, **options)
+    options = {"batches": 2, "batch_size": 12, "refresh_every": 2} | options
+    kfac: Kfac | AdaDPS
+    if adadps:
+        kfac = AdaDPS(network, probe or own_probe, cross_entropy, **options)
+    else:
+        kfac = Kfac(network, probe or own_probe, cross_entropy, **{"sides": "AG", **options})
     trained = OPTIMIZERS[optimizer](network.parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the fixed seeds
@@ -143,12 +151,14 @@ def train(run: PrivateRun, steps: int) -> None:
                 return
 
 
-def outcome(run: PrivateRun, kfac: Kfac) -> dict[str, Tensor]:
-    """Return copies of all parameters, and all factors as matrices."""
+def outcome(run: PrivateRun, kfac: Kfac | AdaDPS) -> dict[str, Tensor]:
+    """Return copies of all parameters, and all factors as matrices, or all scales."""
     found = {name: p.detach().clone() for name, p in run.training.model.named_parameters()}
     for layer in kfac.layers:
         sides = kfac.sides(layer)
         for name, factor in (("left", sides.left), ("right", sides.right)):
             if factor is not None:
                 found[f"{layer} {name}"] = factor.dense()
+        if sides.scale is not None:
+            found |= {f"{layer} scale {name}": x for name, x in sides.scale.values.items()}
     return found

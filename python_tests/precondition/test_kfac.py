@@ -277,8 +277,50 @@ def test_a_probe_that_does_not_say_whether_it_is_private_is_refused(said):
 def test_moments_of_another_kind_are_refused():
     state = Kfac(network(), White(1, 4, 4), cross_entropy, batches=1, diagonal=True).state_dict()
     kfac = Kfac(network(), White(1, 4, 4), cross_entropy, batches=1)
-    with pytest.raises(ValueError, match=r"state must be of moments with .*'diagonal': False"):
+    with pytest.raises(ValueError, match=r"state must be of .*'diagonal': False"):
         kfac.load_state_dict(state)
+
+
+@pytest.mark.parametrize("other", [{"damping": 0.2}, {"normalise": "none"}, {"rank": 2}])
+def test_sides_are_gone_on_with_as_they_were_or_not_at_all(other):
+    state = Kfac(network(), White(1, 4, 4), cross_entropy, batches=1).state_dict()
+    kfac = Kfac(network(), White(1, 4, 4), cross_entropy, batches=1, **other)
+    with pytest.raises(ValueError, match="make the preconditioner as it was saved"):
+        kfac.load_state_dict(state)
+
+
+def test_a_state_of_a_layer_of_another_size_is_refused_and_of_another_precision_taken():
+    state = Kfac(nn.Linear(4, 3), White(4), cross_entropy, batches=1).state_dict()
+    with pytest.raises(ValueError, match="right must be of size 6 or 7, got 5"):
+        Kfac(nn.Linear(6, 3), White(6), cross_entropy, batches=1).load_state_dict(state)
+    wide = Kfac(nn.Linear(4, 3).double(), White(4), cross_entropy, batches=1)
+    wide.load_state_dict(state)
+    assert wide.sides("").right.matrix.dtype == torch.float64
+
+
+def test_fingerprints_differ_where_probes_or_options_do():
+    def made(**options):
+        return Kfac(network(), White(1, 4, 4), cross_entropy, batches=1, **options).fingerprint()
+
+    others = [made(seed=1), made(damping=0.2), made(batch_size=128), made(sides="AG")]
+    assert made() == made() and len({made(), *others}) == 5
+
+
+def test_inputs_may_be_packed_in_anything():
+    class Packed(nn.Sequential):
+        def forward(self, given):
+            return super().forward(given["x"])
+
+    class Probe(White):
+        def batch(self, size, generator):
+            (x,), y = super().batch(size, generator)
+            return ({"x": x},), y
+
+    torch.manual_seed(0)
+    packed = Kfac(Packed(nn.Linear(4, 3)), Probe(4), cross_entropy, batches=1)
+    torch.manual_seed(0)
+    plain = Kfac(nn.Linear(4, 3), White(4), cross_entropy, batches=1)
+    assert torch.equal(packed.sides("0").right.matrix, plain.sides("").right.matrix)
 
 
 @pytest.mark.parametrize("form", OPTIONS)

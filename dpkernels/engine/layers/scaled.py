@@ -30,6 +30,7 @@ from dpkernels.engine.layers.linear import LinearLayer
 from dpkernels.engine.layers.tied import TiedGroup
 from dpkernels.engine.sides import IDENTITY, Scale, Sides
 from dpkernels.ops import clip
+from dpkernels.ops.factor import parts_of
 from dpkernels.ops.ghost import LinearNorms
 from dpkernels.ops.ghost.layer import describe, drop_samples, sum_dtype
 from dpkernels.ops.ghost.plan import Plan
@@ -62,6 +63,7 @@ def check_sides(layer: Layer, sides: Sides) -> None:
     """Raise ValueError for factors, or a scale, that the layer cannot take."""
     if sides.scale is None:
         layer.check_sides(sides)
+        _check_factors(layer, sides)
         return
     if isinstance(layer, TiedGroup):
         raise ValueError(f"{layer.describe()}: layers that share a weight take no scale")
@@ -86,6 +88,19 @@ def check_sides(layer: Layer, sides: Sides) -> None:
                 f"2^64, got {outside} elements that are not; damp it, and freeze parameters that "
                 "are not to be trained"
             )
+
+
+def _check_factors(layer: Layer, sides: Sides) -> None:
+    """Raise ValueError for factors of another dtype than the layer's sums, or elsewhere."""
+    like = next(iter(layer.parameters.values()))
+    wanted = sum_dtype(like.dtype), like.device
+    for name, factor in (("left", sides.left), ("right", sides.right)):
+        for part in parts_of(factor)[0]:
+            if (part.dtype, part.device) != wanted:
+                raise ValueError(
+                    f"{layer.describe()}: {name} must be {wanted[0]} on {wanted[1]}, got "
+                    f"{part.dtype} on {part.device}; move it with .to()"
+                )
 
 
 class Gradients(Protocol):
