@@ -113,7 +113,7 @@ def test_the_import_rule(part: str) -> None:
         ("from dpkernels import ops", "backend.py"),
         ("from dpkernels.repro import tables", "train"),
         ("from dpkernels.diagnose import measures", "train"),
-        ("from dpkernels.precondition import kfac", "repro"),
+        ("from dpkernels.run import loader", "repro"),
     ],
 )
 def test_the_rule_sees_what_breaks_it(source: str, part: str) -> None:
