@@ -61,10 +61,11 @@ def _block(block: Block, results: Sequence[Result], progress: Progress) -> list[
     if not shown and not timed:
         return []
     about = [f"Settings: {_settings(progress.settings(block))}."]
-    for label, own in progress.own_settings(block).items():
-        about.append(f"{label} has its own: {_settings(own)}.")
     about += [f"Data: {note}." for note in progress.data(block)]
     parts = [f"## {block.title}", " ".join(about)]
+    own = progress.own_settings(block)
+    if own:
+        parts.append("\n".join(f"- {label}: {_settings(its)}" for label, its in own.items()))
     if shown:
         parts.append(_grid(_COLUMNS, map(_row, shown)))
     for epsilon, timings in timed.items():

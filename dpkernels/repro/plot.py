@@ -17,20 +17,32 @@ def draw(progress: Progress, file: Path) -> None:
     """
     results = [r for r in progress.results() if r.not_run is None and r.cell.epsilon is not None]
     titles = list(dict.fromkeys(result.cell.block.title for result in results))
-    figure = require_matplotlib()(figsize=(6.4 * max(1, len(titles)), 4.8), layout="constrained")
-    panels = figure.subplots(1, max(1, len(titles)), squeeze=False)[0]
-    for axes, title in zip(panels, titles, strict=False):
-        shown = [result for result in results if result.cell.block.title == title]
-        axes.set(title=title, ylabel=f"{progress.table.measured}, %")
-        if len({result.cell.epsilon for result in shown}) == 1:
-            _over_methods(axes, shown)
-        else:
-            _over_epsilon(axes, shown)
+    panels = [[r for r in results if r.cell.block.title == title] for title in titles]
+    one_epsilon = all(len({r.cell.epsilon for r in shown}) == 1 for shown in panels)
+    figure = _figure(panels, one_epsilon)
+    for axes, title, shown in zip(figure.axes, titles, panels, strict=False):
+        axes.set(title=title)
+        (_over_methods if one_epsilon else _over_epsilon)(axes, shown, progress.table.measured)
     figure.suptitle(f"DP-KFC, {progress.table.title}: paper crosses, ours dots")
     figure.savefig(file, dpi=150)
 
 
-def _over_epsilon(axes: Any, results: Sequence[Result]) -> None:
+def _figure(panels: Sequence[Sequence[Result]], one_epsilon: bool) -> Any:
+    """Return a figure with axes for every panel: one above the other, or side by side."""
+    new = require_matplotlib()
+    count = max(1, len(panels))
+    if not one_epsilon:
+        figure = new(figsize=(6.4 * count, 4.8), layout="constrained")
+        figure.subplots(1, count)
+        return figure
+    heights = [max(1, len(shown)) for shown in panels] or [1]
+    size = (9.0, 1.0 + sum(0.9 + 0.26 * height for height in heights))
+    figure = new(figsize=size, layout="constrained")
+    figure.subplots(count, 1, height_ratios=[3 + height for height in heights])
+    return figure
+
+
+def _over_epsilon(axes: Any, results: Sequence[Result], measured: str) -> None:
     labels = list(dict.fromkeys(result.cell.row.label for result in results))
     for n, label in enumerate(labels):
         row = sorted(
@@ -46,21 +58,22 @@ def _over_epsilon(axes: Any, results: Sequence[Result]) -> None:
     axes.set_xscale("log")
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlabel("epsilon")
+    axes.set(xlabel="epsilon", ylabel=f"{measured}, %")
     axes.legend(fontsize="x-small")
 
 
-def _over_methods(axes: Any, results: Sequence[Result]) -> None:
-    """Draw methods side by side: over their only epsilon they would hide each other."""
+def _over_methods(axes: Any, results: Sequence[Result], measured: str) -> None:
+    """Draw a line for each method: over their only epsilon they would hide each other."""
     for n, result in enumerate(results):
         printed, ours = result.cell.printed, result.ours
         if printed is not None:
-            axes.errorbar(n - 0.1, printed.mean, printed.spread, fmt="x", color="grey", capsize=3)
+            axes.errorbar(printed.mean, n, xerr=printed.spread, fmt="x", color="grey", capsize=3)
         if ours is not None:
-            axes.errorbar(n + 0.1, ours.mean, ours.spread, fmt="o", color=f"C{n}", capsize=3)
-    labels = [result.cell.row.label for result in results]
-    axes.set_xticks(range(len(results)), labels, rotation=20, ha="right")
-    axes.set_xlabel(f"epsilon = {results[0].cell.epsilon:g}")
+            axes.errorbar(ours.mean, n, xerr=ours.spread, fmt="o", ms=5, color="C0", capsize=3)
+    axes.set_yticks(range(len(results)), [result.cell.row.label for result in results])
+    axes.set_ylim(len(results) - 0.4, -0.6)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_xlabel(f"{measured}, %, at epsilon {results[0].cell.epsilon:g}")
 
 
 def _columns(rows: Sequence[tuple[Any, ...]], count: int = 2) -> list[list[Any]]:

@@ -18,6 +18,7 @@ def to_dict(progress: Progress, where: Mapping[str, Any]) -> dict[str, Any]:
         "paper": "DP-KFC",
         "table": table.name,
         "caption": table.caption,
+        "measured": table.measured,
         "notes": list(table.notes),
         "command": progress.command,
         "changed_settings": dict(progress.changed),

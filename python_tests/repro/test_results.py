@@ -32,7 +32,7 @@ def progress(**more):
 
 def test_rows_with_own_settings_are_named_with_those_that_differ():
     text = render(progress(), WHERE)
-    assert "DP-KFC has its own: lr 0.01." in text
+    assert "- DP-KFC: lr 0.01" in text
     assert "DP-SGD has its own" not in text
     assert to_dict(progress(), WHERE)["own_settings"] == {"MNIST": {"DP-KFC": {"lr": 0.01}}}
 

@@ -10,7 +10,7 @@ from dpkernels.repro.dp_kfc import PLAIN, TABLES
 from dpkernels.repro.search import SEARCH
 from dpkernels.repro.tables import Block, Cell, Row, cells, in_running_order
 from dpkernels.repro.trials import folder_of, options_of
-from dpkernels.repro.tuned import ALL_TABLES, TUNED
+from dpkernels.repro.tuned import ALL_TABLES, DP_SGD, TUNED
 from dpkernels.train.methods import METHODS
 from dpkernels.train.options import filled_in
 
@@ -174,8 +174,17 @@ def test_factors_by_default_are_those_of_the_command_and_the_paper_s_are_its_own
                 continue
             assert (options.refresh_every, options.probe_batches) == (50, 8)
             images = options.dataset != "imdb" and cell.row.method in ("dp-kfc", "dp-kfc+adambc")
-            damping = 0.1 if number == "2" else 1e-3
+            damping = 0.1 if number == "2" and cell.printed else 1e-3
             assert factors == ("AG", "none", damping, 2.0 if images else None)
+
+
+@pytest.mark.parametrize("number", TABLES)
+def test_a_table_says_what_its_defaults_were_chosen_on_and_that_epsilon_is_without_it(number):
+    table = TABLES[number]
+    rows = [row for block in table.blocks for row in block.rows]
+    assert any(row.label.endswith("by default") for row in rows)
+    assert any(note.startswith("Rows with factors as here by default") for note in table.notes)
+    assert "What was chosen on training records is not in epsilon." in table.notes
 
 
 def test_what_is_searched_is_measured_on_what_was_left_out_and_nothing_else_is():
@@ -183,7 +192,8 @@ def test_what_is_searched_is_measured_on_what_was_left_out_and_nothing_else_is()
         for cell in cells(table):
             if cell.not_run is None:
                 held_out = options_of(cell, 0, {}).validation
-                assert held_out == (10_000 if table is SEARCH else None)
+                texts = cell.block.settings["dataset"] == "imdb"
+                assert held_out == ((5_000 if texts else 10_000) if table is SEARCH else None)
     assert all(cell.epsilon == 1 and cell.printed is None for cell in cells(SEARCH))
 
 
@@ -193,7 +203,7 @@ def test_the_tuned_table_has_the_defaults_of_the_command(dataset):
     for cell in tuned:
         given = {"dataset": dataset, "method": cell.row.method, "epsilon": 2.0, "seed": 0}
         if cell.row.method == "dp-sgd":
-            given["lr"] = 4e-3  # the best for it, in the table search
+            given |= DP_SGD  # the best for it, in the table search
         assert options_of(cell, 0, {}) == filled_in(given)
     assert [cell.row.method for cell in tuned] == ["dp-sgd", "dp-kfc"]
 
