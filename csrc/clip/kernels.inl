@@ -1,11 +1,5 @@
 // The inner loops of one instruction set: see common/for_each_isa.h.
 
-DPK_INLINE double sum_of_lanes(vd v) {
-  double total = 0.0;
-  for (int i = 0; i < kLanes / 2; ++i) total += v[i];
-  return total;
-}
-
 // Of the elements [j, n), fewer than a step of the main loop.
 template <class T>
 DPK_INLINE double rest_sq_norm(const T* x, int64_t j, int64_t n) {

@@ -29,6 +29,14 @@ DPK_INLINE void store(T* p, V v) {
   __builtin_memcpy(p, &v, sizeof(V));
 }
 
+// In pairs, which errs less than one after the other.
+DPK_INLINE double sum_of_lanes(vd v) {
+  for (int half = kLanes / 4; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) v[i] += v[i + half];
+  }
+  return v[0];
+}
+
 // float16 bits to float without F16C: the exponent is rebiased by a multiplication, which brings
 // subnormals out right; infinities and NaNs get the exponent that they need.
 template <class VF, class VU>

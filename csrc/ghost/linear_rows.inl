@@ -1,11 +1,5 @@
 // Rows of one instruction set, in double or scaled: see common/for_each_isa.h.
 
-DPK_INLINE double sum_of_lanes(vd v) {
-  double total = 0.0;
-  for (int i = 0; i < kLanes / 2; ++i) total += v[i];
-  return total;
-}
-
 // Four chains of additions keep the adders busy.
 template <class T>
 double sq_norm(const T* x, int64_t n) {
@@ -18,9 +12,14 @@ double sq_norm(const T* x, int64_t n) {
       sums[k] += v * v;
     }
   }
-  double total = sum_of_lanes(sums[0] + sums[1] + (sums[2] + sums[3]));
-  for (; j < n; ++j) total += double(to_float(x[j])) * double(to_float(x[j]));
-  return total;
+  for (int k = 0; j + kStep <= n; j += kStep, ++k) {
+    const vd v = load_double(x + j);
+    sums[k] += v * v;
+  }
+  // The rest apart: one after the other on top of the sum it would err more than all before it.
+  double rest = 0.0;
+  for (; j < n; ++j) rest += double(to_float(x[j])) * double(to_float(x[j]));
+  return sum_of_lanes((sums[0] + sums[1]) + (sums[2] + sums[3])) + rest;
 }
 
 // sums[j] += weight * x[j], in double.

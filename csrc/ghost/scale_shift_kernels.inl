@@ -1,11 +1,5 @@
 // One sample at a time. Compiled once for each instruction set by for_each_isa.h.
 
-DPK_INLINE double sum_of_lanes(vd v) {
-  double total = 0.0;
-  for (int i = 0; i < kLanes / 2; ++i) total += v[i];
-  return total;
-}
-
 // kRows rows of x and d added to the sums of their columns.
 template <int kRows, class In>
 DPK_INLINE void add_position_rows(const In* x, const In* d, int64_t width, double* products,

@@ -13,12 +13,6 @@ struct VectorOf<double> {
 DPK_INLINE vf load_vector(const float* p) { return load_as<vf>(p); }
 DPK_INLINE vd load_vector(const double* p) { return load_as<vd>(p); }
 
-DPK_INLINE double sum_of_lanes(vd v) {
-  double total = 0.0;
-  for (int i = 0; i < kLanes / 2; ++i) total += v[i];
-  return total;
-}
-
 // Sum and sum of squares of n elements, in double.
 template <class In>
 DPK_INLINE void sum_and_squares(const In* x, int64_t n, double& sum, double& squares) {

@@ -7,12 +7,6 @@ DPK_INLINE vf load_grad(const BFloat16* p) { return load_float(p); }
 DPK_INLINE vf load_grad(const Float16* p) { return load_float(p); }
 DPK_INLINE vd load_grad(const double* p) { return load_as<vd>(p); }
 
-DPK_INLINE double sum_of_lanes(vd x) {
-  double total = 0.0;
-  for (int lane = 0; lane < kLanes / 2; ++lane) total += x[lane];
-  return total;
-}
-
 // sums[0] = M.G and sums[1] = |M|^2 of the momentum M = beta m + (1 - beta) g that is to come, with
 // every product in double.
 template <class G>

@@ -7,12 +7,6 @@
 constexpr int kDoubles = kLanes / 2;
 typedef int64_t vl __attribute__((vector_size(DPK_VECTOR_BYTES)));
 
-DPK_INLINE double sum_of_lanes(vd v) {
-  double total = 0.0;
-  for (int i = 0; i < kDoubles; ++i) total += v[i];
-  return total;
-}
-
 // v with zeros in all but the first `count` lanes.
 DPK_INLINE vd first_lanes(vd v, int64_t count) {
   vl lane;
