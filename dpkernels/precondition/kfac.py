@@ -65,8 +65,9 @@ class Kfac(Refreshed[LayerMoments]):
     Factors are first estimated when they are first asked for, by ``make_private`` say. Passes are
     in evaluation mode, in the parameters' own precision, and leave the model, its gradients,
     torch's generators and whatever training has collected as they are. There is no constant on all
-    factors together: that is the same as another clip norm. Defaults are what did best on held-out
-    training images of FashionMNIST at epsilon 1 (``dpkernels repro dp-kfc --table search``).
+    factors together: that is the same as another clip norm. Defaults are among the best, within the
+    noise of a seed, on held-out training images of FashionMNIST at epsilon 1 (``dpkernels repro
+    dp-kfc --table search``).
 
     Raises ValueError for wrong arguments, Unsupported for a model that ``make_private`` refuses.
     """
