@@ -55,7 +55,7 @@ _FACTORS = (
 _RATES = (
     *(_trial(f"DP-SGD, rate {rate:g}", "dp-sgd", lr=rate) for rate in (1e-3, 2e-3, 4e-3, 8e-3)),
     *(
-        _trial(f"AdaDPS, f^-2 noise, rate {rate:g}", "adadps", power=2.0, lr=rate)
+        _trial(f"AdaDPS, f^-3 noise, rate {rate:g}", "adadps", power=3.0, lr=rate)
         for rate in (1e-3, 2e-3, 4e-3)
     ),
     *(_trial(f"DP-KFC, rate {rate:g}", lr=rate) for rate in (1e-3, 4e-3)),
@@ -65,12 +65,15 @@ _RATES = (
     ),
 )
 
-# The same for both methods.
+# More rates for DP-SGD, which does well with larger ones.
 _LONGER = tuple(
     _trial(f"{label}, batches of {size}, rate {rate:g}", method, batch_size=size, lr=rate)
-    for label, method in (("DP-KFC", "dp-kfc"), ("DP-SGD", "dp-sgd"))
+    for label, method, rates in (
+        ("DP-KFC", "dp-kfc", (2e-3, 4e-3)),
+        ("DP-SGD", "dp-sgd", (2e-3, 4e-3, 8e-3)),
+    )
     for size in (512, 1024)
-    for rate in (2e-3, 4e-3, 8e-3)
+    for rate in rates
 )
 
 _BOTH = {**PAPER_KFAC, "lr": ADAM_BC_RATE}
@@ -84,7 +87,7 @@ _OTHERS = (
         **_BOTH | {"lr": 2 * ADAM_BC_RATE},
     ),
     *(
-        _trial(f"AdaDPS, f^-2 noise, damping {damping:g}", "adadps", power=2.0, damping=damping)
+        _trial(f"AdaDPS, f^-3 noise, damping {damping:g}", "adadps", power=3.0, damping=damping)
         for damping in (1e-3, 1e-2, 1e-1)
     ),
 )
