@@ -25,10 +25,10 @@ class ColouredNoise(Synthetic):
     shape: of one image, ``(C, H, W)``; or ``(C, *size)`` with any number of axes.
     power: exponent alpha of the power spectrum; 0 is white, 1 pink, 2 brown noise. The amplitude
         goes with f^(-power/2), as in equation 42 of DP-KFC; its Algorithm 3 takes the exponent of
-        the amplitude, so that alpha there is half of ours: its 1 is 2 here. The default is
-        from a search of 1 to 4 for K-FAC on held-out training images of FashionMNIST, where 2 to 4
-        are within the noise of a seed (``dpkernels repro dp-kfc --table search``): objects on a plain ground have less of high frequencies than
-        natural scenes, whose exponent is about 2.
+        the amplitude, so that alpha there is half of ours: its 1 is 2 here. The default is from a
+        search of 1 to 4 for K-FAC on held-out training images of FashionMNIST, where 2 to 4 are
+        within the noise of a seed (``dpkernels repro dp-kfc --table search``): objects on a plain
+        ground have less of high frequencies than natural scenes, whose exponent is about 2.
     classes: how many, uniform; or a function (size, generator) -> targets.
 
     f is in cycles per pixel along every axis, so that the noise is isotropic in images that are not
