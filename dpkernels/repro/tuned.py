@@ -17,8 +17,8 @@ DP_SGD: dict[str, Any] = {"batch_size": 1024, "lr": 4e-3}
 _TUNED_ON = (
     "Factors of DP-KFC, and batch and rate of DP-KFC and of DP-SGD, which had more rates, were "
     "chosen on training images of FashionMNIST that were left out, at epsilon 1 (the table "
-    "search). Some trainings on held-out images of MNIST were looked at before. Nothing was chosen on "
-    "test images or for another epsilon. The search is not in epsilon."
+    "search). Some trainings on held-out images of MNIST were looked at before. Nothing was "
+    "chosen on test images or for another epsilon. The search is not in epsilon."
 )
 # What may be beaten: the oracle and training without noise have no guarantee.
 _NO_GUARANTEE = ("dp-kfc-oracle", "sgd")
