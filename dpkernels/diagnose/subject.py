@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from dpkernels.engine.private import make_private
 from dpkernels.ops.noise import NoiseKey
 from dpkernels.postprocess import DiSK, DPAdamBC
 from dpkernels.precondition.probes import ColouredNoise, PrivateData, Probe, PublicData
 from dpkernels.privacy.calibration import calibrate_noise_multiplier
-from dpkernels.privacy.samplers import PoissonSampler
-from dpkernels.run.loader import PrivateLoader
 from dpkernels.train.data import Data
 from dpkernels.train.methods import (
     METHODS,
@@ -32,7 +29,7 @@ from dpkernels.train.methods import (
 from dpkernels.train.models import build
 from dpkernels.train.options import Options, resumed
 from dpkernels.train.outputs import MODEL, REPORT
-from dpkernels.train.prepared import data_of, setting_of
+from dpkernels.train.prepared import at_iterate, data_of, loader_of, setting_of
 
 _SEED = 0  # figures can be drawn again; nothing here is private anyway
 _POINTS = 10  # of a history, beside the first
@@ -88,7 +85,7 @@ def _subject(options: Options, folder: Path | None) -> Subject:
         steps = json.loads((folder / REPORT).read_text())["privacy"]["steps"]
     sources, notes = _sources(data, options)
     with _seeds_are_known():
-        loader = _loader(options, data)
+        loader = loader_of(options, data, _SEED if options.seed is None else options.seed)
     sigma = calibrate_noise_multiplier(
         options.epsilon,
         options.delta,
@@ -119,7 +116,7 @@ def train_steps(subject: Subject, steps: int, look: Callable[[int], None]) -> No
     filtered = options.filter is not None
     optimizer = make_optimizer(method, options.optimizer, setting, filtered=filtered)
     with _seeds_are_known():
-        loader = _loader(options, subject.data)
+        loader = loader_of(options, subject.data, subject.seed)
         training = make_private(
             model,
             optimizer,
@@ -142,28 +139,13 @@ def train_steps(subject: Subject, steps: int, look: Callable[[int], None]) -> No
             if training.steps == steps:
                 break
             if training.steps % max(1, steps // _POINTS) == 0:
-                with _at_iterate(optimizer):
+                with at_iterate(optimizer):
                     look(subject.steps + training.steps)
     training.detach()
-    with _at_iterate(optimizer):
+    with at_iterate(optimizer):
         look(subject.steps + steps)
         final = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(final)
-
-
-def _at_iterate(optimizer: Optimizer) -> AbstractContextManager[None]:
-    """Return where to look: DiSK leaves parameters at another point than its model's."""
-    return optimizer.at_iterate() if isinstance(optimizer, DiSK) else nullcontext()
-
-
-def _loader(options: Options, data: Data) -> PrivateLoader:
-    records, seed = len(data.train), _SEED if options.seed is None else options.seed
-    return PrivateLoader(
-        data.train,
-        PoissonSampler(records, options.batch_size / records, seed=seed),
-        max_physical_batch_size=options.physical_batch_size,
-        collate_fn=lambda batch: batch,
-    )
 
 
 def _sources(data: Data, options: Options) -> tuple[dict[str, Probe], tuple[str, ...]]:

@@ -8,14 +8,14 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from dpkernels.train.loop import evaluate
 from dpkernels.train.methods import METHODS, Setting, make_optimizer
 from dpkernels.train.models import build
 from dpkernels.train.options import Options
-from dpkernels.train.prepared import data_of
+from dpkernels.train.prepared import as_fetched, data_of
 
 MODES = ("hooks", "ghost")
 
@@ -55,9 +55,7 @@ def train_with_opacus(options: Options, mode: str) -> dict[str, Any]:
         "module": model,
         "optimizer": optimizer,
         "criterion": nn.CrossEntropyLoss(),
-        "data_loader": DataLoader(
-            data.train, batch_size=options.batch_size, collate_fn=_as_fetched
-        ),
+        "data_loader": DataLoader(data.train, batch_size=options.batch_size, collate_fn=as_fetched),
         "target_epsilon": options.epsilon,
         "target_delta": options.delta,
         "epochs": options.epochs,
@@ -88,8 +86,3 @@ def train_with_opacus(options: Options, mode: str) -> dict[str, Any]:
         "samples_per_second": options.epochs * len(data.train) / max(seconds, 1e-9),
         "privacy": {"epsilon": engine.get_epsilon(options.delta), "steps": steps},
     }
-
-
-def _as_fetched(batch: Any) -> tuple[Tensor, Tensor]:
-    x, y = batch
-    return x, y

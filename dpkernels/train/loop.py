@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from dpkernels.train.interrupts import Interrupts
 from dpkernels.train.methods import describe
 from dpkernels.train.options import Options
 from dpkernels.train.outputs import CHECKPOINT, MODEL, Epoch, Outcome, write_metrics
-from dpkernels.train.prepared import Prepared, prepare
+from dpkernels.train.prepared import Prepared, at_iterate, prepare
 from dpkernels.train.schedule import set_learning_rate
 
 
@@ -123,17 +123,14 @@ class _State:
     def after_step(self) -> None:
         """Take the parameters into the average, if there is one."""
         if self._average is not None:
-            with self._at_iterate():
+            with at_iterate(self._ready.optimizer):
                 self._average.update()
 
     def released(self) -> AbstractContextManager[None]:
         """Return where the model has the parameters that are evaluated and saved."""
-        return self._average.in_the_model() if self._average is not None else self._at_iterate()
-
-    def _at_iterate(self) -> AbstractContextManager[None]:
-        """DiSK leaves parameters at another point than its model's."""
-        optimizer: Any = self._ready.optimizer
-        return optimizer.at_iterate() if hasattr(optimizer, "at_iterate") else nullcontext()
+        if self._average is not None:
+            return self._average.in_the_model()
+        return at_iterate(self._ready.optimizer)
 
     def speed(self, running: float = 0.0) -> float:
         """Return samples per second, as expected; running: seconds that are not yet counted."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,19 +63,12 @@ def prepare(options: Options) -> Prepared:
         torch.manual_seed(options.seed)
     model = build(options.model, data.shape, data.classes)
 
-    records = len(data.train)
-    sampler = PoissonSampler(records, options.batch_size / records, seed=options.seed)
-    loader = PrivateLoader(
-        data.train,
-        sampler,
-        max_physical_batch_size=options.physical_batch_size,
-        collate_fn=_as_fetched,
-    )
+    loader = loader_of(options, data, options.seed)
     steps = options.epochs * len(loader)
     if method.not_private is None:
         clip = options.clip
         sigma = calibrate_noise_multiplier(
-            options.epsilon, options.delta, steps, sampler.sampling, accountant=options.accountant
+            options.epsilon, options.delta, steps, loader.sampling, accountant=options.accountant
         )
     else:
         clip, sigma = _NO_CLIP, 0.0
@@ -92,7 +87,7 @@ def prepare(options: Options) -> Prepared:
             optimizer,
             noise_multiplier=sigma,
             max_grad_norm=clip,
-            expected_batch_size=sampler.expected_batch_size,
+            expected_batch_size=loader.expected_batch_size,
             loss_reduction="sum",
             preconditioner=preconditioner,
             noise_key=None if options.seed is None else NoiseKey.from_seed(options.seed),
@@ -113,6 +108,17 @@ def data_of(options: Options) -> Data:
         features=options.features or FEATURES,
     )
     return data if options.validation is None else held_out(data, options.validation)
+
+
+def loader_of(options: Options, data: Data, seed: int | None) -> PrivateLoader:
+    """Return the loader of the training part, Poisson-sampled."""
+    records = len(data.train)
+    return PrivateLoader(
+        data.train,
+        PoissonSampler(records, options.batch_size / records, seed=seed),
+        max_physical_batch_size=options.physical_batch_size,
+        collate_fn=as_fetched,
+    )
 
 
 def setting_of(options: Options, model: nn.Module, data: Data) -> Setting:
@@ -139,5 +145,12 @@ def _check_fits(options: Options, data: Data) -> None:
         )
 
 
-def _as_fetched(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return batch
+def as_fetched(batch: Any) -> tuple[Tensor, Tensor]:
+    """Return a batch as the data set has fetched it, whole."""
+    x, y = batch
+    return x, y
+
+
+def at_iterate(optimizer: Optimizer) -> AbstractContextManager[None]:
+    """Return where the model has its iterate: DiSK leaves parameters at another point."""
+    return optimizer.at_iterate() if isinstance(optimizer, DiSK) else nullcontext()
