@@ -23,7 +23,8 @@ def draw(progress: Progress, file: Path) -> None:
     for axes, title, shown in zip(figure.axes, titles, panels, strict=False):
         axes.set(title=title)
         (_over_methods if one_epsilon else _over_epsilon)(axes, shown, progress.table.measured)
-    figure.suptitle(f"DP-KFC, {progress.table.title}: paper crosses, ours dots")
+    marks = ": paper crosses, ours dots" if any(r.cell.printed for r in results) else ""
+    figure.suptitle(f"DP-KFC, {progress.table.title}{marks}")
     figure.savefig(file, dpi=150)
 
 
@@ -32,7 +33,7 @@ def _figure(panels: Sequence[Sequence[Result]], one_epsilon: bool) -> Any:
     new = require_matplotlib()
     count = max(1, len(panels))
     if not one_epsilon:
-        figure = new(figsize=(6.4 * count, 4.8), layout="constrained")
+        figure = new(figsize=(6.4 * count, 5.6), layout="constrained")
         figure.subplots(1, count)
         return figure
     heights = [max(1, len(shown)) for shown in panels] or [1]
@@ -59,7 +60,7 @@ def _over_epsilon(axes: Any, results: Sequence[Result], measured: str) -> None:
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.set(xlabel="epsilon", ylabel=f"{measured}, %")
-    axes.legend(fontsize="x-small")
+    axes.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
 
 
 def _over_methods(axes: Any, results: Sequence[Result], measured: str) -> None:
