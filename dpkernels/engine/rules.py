@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
 
-from dpkernels.engine.capture import has_forward_in_place
+from dpkernels.engine.in_place import has_forward_in_place
 from dpkernels.engine.layers.attention import AttentionLayer
 from dpkernels.engine.layers.bare import BareLayer
 from dpkernels.engine.layers.conv import ConvLayer, TransposedConvLayer

@@ -1,0 +1,96 @@
+"""Tensors of a model that a forward pass must leave alone: buffers and frozen parameters.
+
+What a forward pass writes into them depends on its samples and leaves with the model, without
+noise: running statistics, the rows that ``nn.Embedding(max_norm=...)`` rescales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dpkernels.engine.layers.layer import Unsupported
+from dpkernels.engine.sharding import is_sharded
+
+Version = tuple[int, int]
+
+
+class State:
+    """The buffers and frozen parameters of a model, and how often each was written to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owners = list(model.named_modules())
+        self._norms = [x for x in self._owners if isinstance(x[1], _BatchNorm)]
+        # FSDP swaps parameters for whole ones in every call.
+        self._sharded = any(is_sharded(parameter) for parameter in model.parameters())
+
+    def versions(self) -> list[Version]:
+        """Return what changes if a tensor is written to or replaced; 0.1 us for each."""
+        return [(id(x), x._version) for _, _, x in self._tensors()]
+
+    def _tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield the names of module and attribute, and the tensor."""
+        for name, module in self._owners:
+            for key, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_inference():
+                    yield name, key, buffer
+            if not self._sharded:
+                for key, parameter in module._parameters.items():
+                    if parameter is not None and not parameter.requires_grad:
+                        yield name, key, parameter
+
+    def check_unchanged(self, before: list[Version]) -> None:
+        """Raise Unsupported, with its name, if a tensor is not what it was."""
+        if self.versions() == before:
+            return
+        for name, key, x in self._tensors():
+            if (id(x), x._version) not in before:
+                raise _changed(name, key)
+        raise _changed("", "a buffer")
+
+    def check_modes(self) -> None:
+        """Raise Unsupported if a BatchNorm would normalise over the batch."""
+        for name, module in self._norms:
+            if module.training:
+                raise Unsupported(
+                    f"{name or 'the model itself'} ({type(module).__name__}) is in training mode: "
+                    "it normalises over the batch and keeps running averages of it; call eval() on "
+                    "it after every model.train(), or replace it: "
+                    "dpkernels.batch_norm_to_group_norm(model)"
+                )
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put buffers that change back, and raise Unsupported for them, and for new ones.
+
+        A frozen parameter that changes is refused, but not put back: copies of all of them would
+        take the model's memory once more.
+        """
+        before = self.versions()
+        slots = [
+            (module._buffers, key, buffer, buffer._version, buffer.clone())
+            for _, module in self._owners
+            for key, buffer in module._buffers.items()
+            if buffer is not None and not buffer.is_inference()
+        ]
+        try:
+            yield
+            self.check_unchanged(before)
+        finally:
+            for buffers, key, buffer, version, value in slots:
+                if buffer._version != version:
+                    with torch.no_grad():
+                        buffer.copy_(value)
+                buffers[key] = buffer
+
+
+def _changed(module: str, key: str) -> Unsupported:
+    return Unsupported(
+        f"{key} of {module or 'the model itself'}: the forward pass writes to this tensor, which is "
+        "a buffer or a frozen parameter, so that samples would leave with the model without noise; "
+        "keep no running state in a model that is trained privately"
+    )
