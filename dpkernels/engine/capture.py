@@ -323,12 +323,11 @@ def accumulates(layer: Layer, parameters: Iterable[Tensor]) -> bool:
     """Return whether the backward pass that is running is to give the parameters a gradient.
 
     ``torch.autograd.grad(loss, x)`` and ``backward(inputs=[x])`` ask for gradients of inputs alone:
-    such a pass trains nothing. 1 us. Raises RuntimeError for ``torch.autograd.grad`` of parameters.
+    such a pass trains nothing. 2 us. Raises RuntimeError for ``torch.autograd.grad`` of parameters.
     """
+    nodes = [get_gradient_edge(p).node for p in parameters if p.requires_grad]
     try:
-        wanted = {
-            torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in parameters
-        }
+        wanted = set(map(torch._C._will_engine_execute_node, nodes))
     except RuntimeError as error:
         raise RuntimeError(
             f"{layer.describe()}: torch.autograd.grad() asks for gradients of its parameters, which "
@@ -339,7 +338,7 @@ def accumulates(layer: Layer, parameters: Iterable[Tensor]) -> bool:
             f"{layer.describe()}: backward(inputs=...) asks for gradients of some of its parameters "
             "only; name all of a layer's, or freeze the others with requires_grad_(False)"
         )
-    return wanted.pop()
+    return wanted != {False}
 
 
 def flattened(layers: Sequence[Layer]) -> list[Layer]:

@@ -8,21 +8,22 @@ the model is tried out once, before its first step, for each form of its argumen
    from lengths and buffers, and not tokens of the samples.
 2. It runs with capture, and the outputs of one half of the samples are differentiated. Errors in
    every layer, and gradients of the inputs, must be exactly zero for the other half.
-3. It runs with the other half replaced by samples of the first. What layers see of the first half
-   must stay the same.
+3. It runs with the other half replaced by samples of this one, and on the batch in reverse (unless
+   it draws random numbers, which belong to places). What layers see of a sample, and what the model
+   returns for it, must stay the same.
 
-Half of the samples are those with an even index, so that a shift or a sorted order is noticed. The
-runs use the batch of the call, its random numbers and nothing else; buffers and random state are
-put back. Whether a model is refused is a matter of the model, except where a model mixes samples
-only for some values. What cannot be seen from the model (a loss outside of it that mixes samples,
-hooks on gradients) is listed in ``make_private``.
+Both halves take their turn. The runs use the batch of the call and nothing else; buffers and random
+numbers are put back. Whether a model is refused is a matter of the model, except where a model
+mixes samples for some values only. What cannot be seen from the model (a loss outside of it that
+mixes samples, hooks on gradients) is listed in ``make_private``.
 
-Cost: two training passes and one evaluation, once for each form of the arguments.
+Cost: five training passes and an evaluation, once for each form of the arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,7 @@ class Arguments:
                 leaf = leaf[rows.to(leaf.device)] if has_samples else leaf.clone()
                 if has_samples and leaf.is_floating_point() and torch.is_grad_enabled():
                     inputs.append(leaf.requires_grad_())
+                    leaf = leaf.clone()  # a leaf must not be changed in place
             copies.append(leaf)
         args, kwargs = tree_unflatten(copies, self.structure)
         return args, kwargs, inputs
@@ -78,24 +80,26 @@ class Arguments:
 
 @dataclass
 class Trace:
-    """What one run showed: row sums of every tensor that layers delivered.
+    """What one run showed of some samples.
 
-    rows: the samples whose outputs are differentiated. digests: by layer and delivery.
-    others: layers with errors of samples whose outputs are not, in the order of delivery.
+    rows: where these samples were. digests: of what layers delivered, by layer and delivery.
+    outputs: digests of what the model returned for them.
+    others: layers with errors of other samples, in the order of delivery.
     """
 
     rows: Tensor
     digests: dict[tuple[Layer, int], list[Tensor]] = field(default_factory=dict)
+    outputs: list[Tensor] = field(default_factory=list)
     others: list[Layer] = field(default_factory=list)
 
     def deliver(self, layer: Layer, captured: Captured) -> None:
         """Note one use of ``layer``."""
         count = sum(known is layer for known, _ in self.digests)
         self.digests[layer, count] = [_digest(x, self.rows) for x in captured]
-        if layer not in self.others and any(map(self._reaches_others, layer.errors(captured))):
+        if layer not in self.others and any(map(self.reaches_others, layer.errors(captured))):
             self.others.append(layer)
 
-    def _reaches_others(self, errors: Tensor) -> bool:
+    def reaches_others(self, errors: Tensor) -> bool:
         """Return whether a row that is not differentiated has an error.
 
         One that is not finite says nothing: zero times an infinite activation is not a number.
@@ -105,14 +109,16 @@ class Trace:
         others = errors[rest]
         return bool(((others != 0) & others.isfinite()).any())
 
-    def differs(self, other: Trace) -> Layer | None:
-        """Return a layer that saw something else of the same samples; the first in the model."""
-        found = None
-        for key, digests in self.digests.items():
-            pairs = zip(digests, other.digests.get(key, []), strict=False)
-            if any(not _same(a, b) for a, b in pairs):
-                found = key[0]  # deliveries come last layer first
-        return found
+    def check_same(self, other: Trace) -> None:
+        """Raise Unsupported if another run showed something else of the same samples."""
+        where = None
+        if not all(map(_same, self.outputs, other.outputs)):
+            where = "after its last trained layer"
+        for (layer, use), digests in self.digests.items():
+            if not all(map(_same, digests, other.digests.get((layer, use), []))):
+                where = f"before {layer.describe()}"  # deliveries come last layer first
+        if where is not None:
+            raise _mixes(where)
 
 
 def examine(
@@ -126,26 +132,38 @@ def examine(
 
     forward: the model's own forward pass, in which layers deliver to ``capture``.
     """
-    batch = arguments.batch
-    everyone = torch.arange(batch)
-    half = everyone[::2]
+    trial = _Trial(model, forward, capture, arguments)
     with state.kept():
-        plain = look_up(model, forward, capture, state, arguments)
-        replaced = torch.where(everyone % 2 == 0, everyone, (everyone + 1) % batch)
-        trial = _Trial(model, forward, capture, arguments, half, plain)
-        while True:
-            first = trial.run(everyone)
-            unsure = [x for x in first.others if x.settle_layout()]
-            if not unsure:
-                break
-        if first.others:
-            raise _mixes(f"after {first.others[0].describe()}")
-        pairs = [(first, trial.run(replaced))]
-        if trial.has_scalars:
-            pairs += [(trial.run(everyone, True), trial.run(replaced, True))]
-        for one, other in pairs:
-            if (layer := one.differs(other)) is not None:
-                raise _mixes(f"before {layer.describe()}, or in its loss")
+        try:
+            trial.plain = look_up(model, forward, capture, state, arguments)
+        except Unsupported:
+            raise
+        except Exception:
+            # Layers in private training have more to say about wrong inputs than torch has.
+            trial.run(trial.everyone, trial.everyone)
+            raise
+        for half in trial.halves():
+            _examine(trial, half)
+
+
+def _examine(trial: _Trial, half: Tensor) -> None:
+    """Raise Unsupported if samples ``half`` influence the others, or the other way round."""
+    everyone = trial.everyone
+    own = trial.run(everyone, half)
+    while any([layer.settle_layout() for layer in own.others]):
+        own = trial.run(everyone, half)
+    if own.others:
+        raise _mixes(f"after {own.others[0].describe()}")
+    replaced = half[everyone % len(half)]
+    replaced[half] = half
+    own.check_same(trial.run(replaced, half))
+    if not trial.drawn:
+        own.check_same(trial.run(everyone.flip(0), len(everyone) - 1 - half))
+    if trial.has_scalars:
+        # A layer that cannot tell samples apart in such an output refuses it when it is used.
+        with suppress(RuntimeError):
+            whole, other = (trial.run(rows, half, scalars=True) for rows in (everyone, replaced))
+            whole.check_same(other)
 
 
 def look_up(
@@ -173,23 +191,39 @@ def look_up(
 
 @dataclass
 class _Trial:
-    """Runs of the model with capture, in which the outputs of some samples are differentiated."""
+    """Runs of the model with capture, in which the outputs of some samples are differentiated.
+
+    plain: what the model returns without capture. has_scalars: whether it returns something that
+    has no axis of samples, a loss. drawn: whether it drew random numbers.
+    """
 
     model: nn.Module
     forward: Callable[..., Any]
     capture: Capture
     arguments: Arguments
-    half: Tensor
-    plain: list[Tensor]
+    plain: list[Tensor] | None = None
     has_scalars: bool = False
+    drawn: bool = False
 
-    def run(self, rows: Tensor, scalars: bool = False) -> Trace:
-        """Return what layers deliver for samples ``rows`` when half of them are differentiated.
+    @property
+    def everyone(self) -> Tensor:
+        """All samples, in order."""
+        return torch.arange(self.arguments.batch)
 
-        scalars: differentiate outputs without an axis of samples (a loss) instead.
-        """
-        trace = Trace(self.half)
+    def halves(self) -> list[Tensor]:
+        """Return two halves without an order that a model could have, or one sample alone."""
         batch = self.arguments.batch
+        order = torch.randperm(batch, generator=torch.Generator().manual_seed(batch))
+        middle = (batch + 1) // 2
+        return [half.sort().values for half in (order[:middle], order[middle:]) if len(half)]
+
+    def run(self, samples: Tensor, rows: Tensor, scalars: bool = False) -> Trace:
+        """Return what layers deliver when the outputs ``rows`` are differentiated.
+
+        samples: of the batch, which go in in this order. scalars: differentiate outputs without an
+        axis of samples instead.
+        """
+        trace = Trace(rows)
 
         def pass_complete(current: Pass) -> None:
             for layer, uses in current.uses.items():
@@ -201,32 +235,34 @@ class _Trial:
             _random_state_kept(self.model),
             self.capture.redirected(lambda _, *delivered: trace.deliver(*delivered), pass_complete),
         ):
-            args, kwargs, inputs = self.arguments.chosen(rows)
-            with self.capture.one_pass(batch):
+            args, kwargs, inputs = self.arguments.chosen(samples)
+            before = torch.get_rng_state()
+            with self.capture.one_pass(self.arguments.batch):
                 outputs = floating(tree_leaves(self.forward(*args, **kwargs)))
+            self.drawn |= not torch.equal(torch.get_rng_state(), before)
             self._check_outputs(outputs)
-            mine = [y for y in outputs if y.requires_grad and (y.dim() == 0) == scalars]
-            if not scalars:
-                self.has_scalars |= any(y.dim() == 0 and y.requires_grad for y in outputs)
-                mine = [y[self.half.to(y.device)] for y in mine if y.shape[0] == batch]
+            self.has_scalars |= any(y.dim() == 0 and y.requires_grad for y in outputs)
+            mine = [y for y in outputs if y.dim() == 0] if scalars else self._of(outputs, rows)
+            trace.outputs = [] if scalars else [_digest(y, torch.arange(len(y))) for y in mine]
+            mine = [y for y in mine if y.requires_grad]
             if mine:
                 torch.autograd.backward(mine, [_weights(y) for y in mine])
-        if not scalars:
-            self._check_inputs(inputs)
+        if not scalars and any(x.grad is not None and trace.reaches_others(x.grad) for x in inputs):
+            raise _mixes("before its first trained layer")
         return trace
+
+    def _of(self, outputs: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
+        """Return rows of the outputs that have an axis of samples."""
+        batch = self.arguments.batch
+        return [y[rows.to(y.device)] for y in outputs if y.dim() > 0 and y.shape[0] == batch]
 
     def _check_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Raise Unsupported if capture changes what the model returns."""
-        if [y.shape for y in outputs] != [y.shape for y in self.plain]:
+        if self.plain is not None and [y.shape for y in outputs] != [y.shape for y in self.plain]:
             raise Unsupported(
                 "positions of an embedding, [T] or [1, T], change the shape of the model's output "
                 "when they are looked up for each sample; pass them as [samples, T]"
             )
-
-    def _check_inputs(self, inputs: Sequence[Tensor]) -> None:
-        for x in inputs:
-            if x.grad is not None and Trace(self.half)._reaches_others(x.grad):
-                raise _mixes("before its first trained layer")
 
 
 def floating(leaves: Sequence[Any]) -> list[Tensor]:
@@ -254,8 +290,8 @@ def _digest(x: Tensor, rows: Tensor) -> Tensor:
     Equal arithmetic on equal rows gives equal bits on a CPU. On a GPU, sums in any order differ by
     roundings, which stay below the root of eps.
     """
-    flat = x.detach()[rows.to(x.device)].flatten(1) if x.dim() > 1 else x[rows].unsqueeze(1)
-    flat = flat.double()
+    chosen = x.detach()[rows.to(x.device)].double()
+    flat = chosen.flatten(1) if chosen.dim() > 1 else chosen.unsqueeze(1)
     length = flat.shape[1]
     weights = torch.sin(torch.arange(length, device=x.device, dtype=torch.float64) + 1)
     eps = torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
