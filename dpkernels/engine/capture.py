@@ -330,13 +330,13 @@ def accumulates(layer: Layer, parameters: Iterable[Tensor]) -> bool:
         wanted = set(map(torch._C._will_engine_execute_node, nodes))
     except RuntimeError as error:
         raise RuntimeError(
-            f"{layer.describe()}: torch.autograd.grad() asks for gradients of its parameters, which "
-            "private training does not hand out without noise; call backward() and step()"
+            f"{layer.describe()}: torch.autograd.grad() asks for gradients of its parameters, "
+            "which private training does not hand out without noise; call backward() and step()"
         ) from error
     if len(wanted) > 1:
         raise RuntimeError(
-            f"{layer.describe()}: backward(inputs=...) asks for gradients of some of its parameters "
-            "only; name all of a layer's, or freeze the others with requires_grad_(False)"
+            f"{layer.describe()}: backward(inputs=...) asks for gradients of some of its "
+            "parameters only; name all of a layer's, or freeze the others"
         )
     return wanted != {False}
 
@@ -348,9 +348,14 @@ def flattened(layers: Sequence[Layer]) -> list[Layer]:
 
 
 def _form(args: Any, kwargs: Any, alone: bool, model: nn.Module) -> tuple[Any, ...]:
-    """Return what tells forms of arguments apart: kinds and dimensions, but not lengths."""
+    """Return what tells forms of arguments apart: kinds, dimensions, options, but not lengths."""
     leaves, structure = tree_flatten((args, kwargs))
-    kinds = [(x.dim(), x.dtype) if isinstance(x, Tensor) else type(x) for x in leaves]
+    kinds = [
+        (x.dim(), x.dtype)
+        if isinstance(x, Tensor)
+        else (x if isinstance(x, bool | str) else type(x))
+        for x in leaves
+    ]
     autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
     return (alone, model.training, structure, *kinds, *autocast)
 

@@ -24,11 +24,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dpkernels.engine.layers.layer import Layer, Unsupported
@@ -55,7 +56,7 @@ class Arguments:
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> Arguments:
         """Take arguments apart."""
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves, structure = tree_flatten((args, kwargs), is_leaf=_is_packed)
         return cls(leaves, structure, batch)
 
     def chosen(self, rows: Tensor) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
@@ -66,11 +67,13 @@ class Arguments:
         copies: list[Any] = []
         inputs = []
         for leaf in self.leaves:
-            if isinstance(leaf, Tensor):
-                leaf = leaf.detach()
-                has_samples = leaf.dim() > 0 and leaf.shape[0] == self.batch
-                leaf = leaf[rows.to(leaf.device)] if has_samples else leaf.clone()
-                if has_samples and leaf.is_floating_point() and torch.is_grad_enabled():
+            if _is_packed(leaf):
+                leaf = _of_samples(leaf, rows)
+            elif isinstance(leaf, Tensor) and leaf.shape[:1] != (self.batch,):
+                leaf = leaf.detach().clone()
+            elif isinstance(leaf, Tensor):
+                leaf = _of_samples(leaf, rows)
+                if leaf.is_floating_point() and torch.is_grad_enabled():
                     inputs.append(leaf.requires_grad_())
                     leaf = leaf.clone()  # a leaf must not be changed in place
             copies.append(leaf)
@@ -133,15 +136,15 @@ def examine(
     forward: the model's own forward pass, in which layers deliver to ``capture``.
     """
     trial = _Trial(model, forward, capture, arguments)
+    try:
+        trial.plain = look_up(model, forward, capture, state, arguments)
+    except Unsupported:
+        raise
+    except Exception:
+        # Layers in private training have more to say about wrong inputs than torch has.
+        trial.run(trial.everyone, trial.everyone)
+        raise
     with state.kept():
-        try:
-            trial.plain = look_up(model, forward, capture, state, arguments)
-        except Unsupported:
-            raise
-        except Exception:
-            # Layers in private training have more to say about wrong inputs than torch has.
-            trial.run(trial.everyone, trial.everyone)
-            raise
         for half in trial.halves():
             _examine(trial, half)
 
@@ -150,7 +153,7 @@ def _examine(trial: _Trial, half: Tensor) -> None:
     """Raise Unsupported if samples ``half`` influence the others, or the other way round."""
     everyone = trial.everyone
     own = trial.run(everyone, half)
-    while any([layer.settle_layout() for layer in own.others]):
+    while sum(layer.settle_layout() for layer in own.others):
         own = trial.run(everyone, half)
     if own.others:
         raise _mixes(f"after {own.others[0].describe()}")
@@ -159,10 +162,10 @@ def _examine(trial: _Trial, half: Tensor) -> None:
     own.check_same(trial.run(replaced, half))
     if not trial.drawn:
         own.check_same(trial.run(everyone.flip(0), len(everyone) - 1 - half))
-    if trial.has_scalars:
+    if trial.has_common:
         # A layer that cannot tell samples apart in such an output refuses it when it is used.
         with suppress(RuntimeError):
-            whole, other = (trial.run(rows, half, scalars=True) for rows in (everyone, replaced))
+            whole, other = (trial.run(rows, half, common=True) for rows in (everyone, replaced))
             whole.check_same(other)
 
 
@@ -185,16 +188,16 @@ def look_up(
                 shared = provenance.is_shared(tensors[0])
                 layer.note_input(tensors[0].shape, shared, arguments.batch)
 
-        with capture.noting(note), provenance:
-            return floating(tree_leaves(forward(*args, **kwargs)))
+        with state.kept(), capture.noting(note), provenance:
+            return outputs_of(model, forward(*args, **kwargs))
 
 
 @dataclass
 class _Trial:
     """Runs of the model with capture, in which the outputs of some samples are differentiated.
 
-    plain: what the model returns without capture. has_scalars: whether it returns something that
-    has no axis of samples, a loss. drawn: whether it drew random numbers.
+    plain: what the model returns without capture. has_common: whether it returns something whose
+    first axis is not that of the samples, a loss say. drawn: whether it drew random numbers.
     """
 
     model: nn.Module
@@ -202,7 +205,7 @@ class _Trial:
     capture: Capture
     arguments: Arguments
     plain: list[Tensor] | None = None
-    has_scalars: bool = False
+    has_common: bool = False
     drawn: bool = False
 
     @property
@@ -217,11 +220,11 @@ class _Trial:
         middle = (batch + 1) // 2
         return [half.sort().values for half in (order[:middle], order[middle:]) if len(half)]
 
-    def run(self, samples: Tensor, rows: Tensor, scalars: bool = False) -> Trace:
+    def run(self, samples: Tensor, rows: Tensor, common: bool = False) -> Trace:
         """Return what layers deliver when the outputs ``rows`` are differentiated.
 
-        samples: of the batch, which go in in this order. scalars: differentiate outputs without an
-        axis of samples instead.
+        samples: of the batch, which go in in this order. common: differentiate outputs that samples
+        have in common instead, as a whole.
         """
         trace = Trace(rows)
 
@@ -238,23 +241,22 @@ class _Trial:
             args, kwargs, inputs = self.arguments.chosen(samples)
             before = torch.get_rng_state()
             with self.capture.one_pass(self.arguments.batch):
-                outputs = floating(tree_leaves(self.forward(*args, **kwargs)))
+                outputs = outputs_of(self.model, self.forward(*args, **kwargs))
             self.drawn |= not torch.equal(torch.get_rng_state(), before)
             self._check_outputs(outputs)
-            self.has_scalars |= any(y.dim() == 0 and y.requires_grad for y in outputs)
-            mine = [y for y in outputs if y.dim() == 0] if scalars else self._of(outputs, rows)
-            trace.outputs = [] if scalars else [_digest(y, torch.arange(len(y))) for y in mine]
-            mine = [y for y in mine if y.requires_grad]
-            if mine:
-                torch.autograd.backward(mine, [_weights(y) for y in mine])
-        if not scalars and any(x.grad is not None and trace.reaches_others(x.grad) for x in inputs):
+            mine = [y[rows.to(y.device)] for y in outputs if self._has_samples(y)]
+            others = [y for y in outputs if y.requires_grad and not self._has_samples(y)]
+            self.has_common = len(others) > 0
+            if not common:
+                trace.outputs = [_digest(y, torch.arange(len(y))) for y in mine]
+            if given := others if common else [y for y in mine if y.requires_grad]:
+                torch.autograd.backward(given, [_weights(y) for y in given])
+        if not common and any(x.grad is not None and trace.reaches_others(x.grad) for x in inputs):
             raise _mixes("before its first trained layer")
         return trace
 
-    def _of(self, outputs: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
-        """Return rows of the outputs that have an axis of samples."""
-        batch = self.arguments.batch
-        return [y[rows.to(y.device)] for y in outputs if y.dim() > 0 and y.shape[0] == batch]
+    def _has_samples(self, y: Tensor) -> bool:
+        return y.shape[:1] == (self.arguments.batch,)
 
     def _check_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Raise Unsupported if capture changes what the model returns."""
@@ -265,9 +267,37 @@ class _Trial:
             )
 
 
-def floating(leaves: Sequence[Any]) -> list[Tensor]:
-    """Return the tensors that can have errors."""
+def outputs_of(model: nn.Module, output: Any) -> list[Tensor]:
+    """Return the floating tensors that the model returns; sequences as ``[B, T, ...]``.
+
+    Raises Unsupported for an object inside of which tensors cannot be found.
+    """
+    leaves = tree_leaves(output, is_leaf=_is_packed)
+    leaves = [x for leaf in leaves for x in (_fields(leaf) if is_dataclass(leaf) else [leaf])]
+    leaves = [pad_packed_sequence(x, True)[0] if _is_packed(x) else x for x in leaves]
+    if leaves and not any(isinstance(x, Tensor) for x in leaves):
+        raise Unsupported(
+            f"{type(model).__name__} returns a {type(leaves[0]).__name__}, inside of which tensors "
+            "cannot be followed; return tensors, tuples, lists, dicts or dataclasses"
+        )
     return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _fields(leaf: Any) -> list[Any]:
+    return tree_leaves([getattr(leaf, field.name) for field in fields(leaf)])
+
+
+def _is_packed(x: Any) -> bool:
+    return isinstance(x, PackedSequence)
+
+
+def _of_samples(leaf: Any, rows: Tensor) -> Any:
+    """Return some samples of a batch: a tensor ``[B, ...]``, or packed sequences."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach()[rows.to(leaf.device)]
+    padded, lengths = pad_packed_sequence(leaf, batch_first=True)
+    own = padded.detach()[rows.to(padded.device)], lengths[rows]
+    return pack_padded_sequence(*own, batch_first=True, enforce_sorted=False)
 
 
 def _mixes(where: str) -> Unsupported:

@@ -67,8 +67,8 @@ class Copied:
                     self._guards[parameter] = parameter.register_hook(_refuse).remove
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"module": self.module, "method": self.method}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Copied, (), {"module": self.module, "method": self.method}
 
     def remove(self) -> None:
         """Give the module its class's own method back."""

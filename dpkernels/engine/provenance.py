@@ -31,7 +31,7 @@ class Provenance(TorchDispatchMode):
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         # By storage: views share it, and what is written into one is in all. The values keep the
         # storages alive, so that no other one can get the same address.
         self._shared = {_storage(x): x for x in known if _storage(x) is not None}
@@ -77,6 +77,7 @@ class Provenance(TorchDispatchMode):
 
 def _storage(x: Tensor) -> int | None:
     try:
-        return x.untyped_storage()._cdata
+        address: int = x.untyped_storage()._cdata
+        return address
     except (NotImplementedError, RuntimeError):
         return None  # sparse tensors have none

@@ -95,7 +95,14 @@ def _layer_of(name: str, module: nn.Module, trained: dict[str, nn.Parameter]) ->
 
 # Methods that a subclass may have of its own without computing something else.
 _HARMLESS = frozenset(
-    ("__init__", "__repr__", "extra_repr", "reset_parameters", "_reset_parameters", "from_pretrained")
+    (
+        "__init__",
+        "__repr__",
+        "extra_repr",
+        "reset_parameters",
+        "_reset_parameters",
+        "from_pretrained",
+    )
 )
 
 

@@ -16,7 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dpkernels.engine.layers.layer import Unsupported
 from dpkernels.engine.sharding import is_sharded
 
-Version = tuple[int, int]
+# The tensors themselves: the id of one that is gone may be another's.
+Versions = list[tuple[Tensor, int]]
 
 
 class State:
@@ -28,29 +29,31 @@ class State:
         # FSDP swaps parameters for whole ones in every call.
         self._sharded = any(is_sharded(parameter) for parameter in model.parameters())
 
-    def versions(self) -> list[Version]:
+    def versions(self) -> Versions:
         """Return what changes if a tensor is written to or replaced; 0.1 us for each."""
-        return [(id(x), x._version) for _, _, x in self._tensors()]
+        return [(x, x._version) for _, _, x in self._tensors()]
 
-    def _tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield the names of module and attribute, and the tensor."""
-        for name, module in self._owners:
+    def _tensors(self) -> Iterator[tuple[tuple[str, nn.Module], str, Tensor]]:
+        """Yield the module's name, the module, the attribute's name, and the tensor."""
+        for owner in self._owners:
+            module = owner[1]
             for key, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_inference():
-                    yield name, key, buffer
+                    yield owner, key, buffer
             if not self._sharded:
                 for key, parameter in module._parameters.items():
                     if parameter is not None and not parameter.requires_grad:
-                        yield name, key, parameter
+                        yield owner, key, parameter
 
-    def check_unchanged(self, before: list[Version]) -> None:
+    def check_unchanged(self, before: Versions) -> None:
         """Raise Unsupported, with its name, if a tensor is not what it was."""
-        if self.versions() == before:
-            return
-        for name, key, x in self._tensors():
-            if (id(x), x._version) not in before:
-                raise _changed(name, key)
-        raise _changed("", "a buffer")
+        now = list(self._tensors())
+        for (x, version), (owner, key, y) in zip(before, now, strict=False):
+            if x is not y or version != y._version:
+                raise _changed(key, *owner)
+        if len(now) != len(before):
+            owner, key, _ = now[-1] if now else (self._owners[0], "a buffer", None)
+            raise _changed(key, *owner)
 
     def check_modes(self) -> None:
         """Raise Unsupported if a BatchNorm would normalise over the batch."""
@@ -88,9 +91,9 @@ class State:
                 buffers[key] = buffer
 
 
-def _changed(module: str, key: str) -> Unsupported:
+def _changed(key: str, name: str, module: nn.Module) -> Unsupported:
     return Unsupported(
-        f"{key} of {module or 'the model itself'}: the forward pass writes to this tensor, which is "
-        "a buffer or a frozen parameter, so that samples would leave with the model without noise; "
-        "keep no running state in a model that is trained privately"
+        f"{key} of {name or 'the model itself'} ({type(module).__name__}): the forward pass writes "
+        "to this tensor, a buffer or frozen parameter, so that samples would leave with the model "
+        "without noise; keep no running state in a model that is trained privately"
     )

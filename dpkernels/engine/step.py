@@ -196,8 +196,8 @@ class Step:
             self._bound = bound
         if bound != self._bound:
             raise RuntimeError(
-                "max_norm was changed between backward() and step(): gradients clipped at one bound "
-                "would get noise for another; set it after step() or zero_grad()"
+                "max_norm was changed between backward() and step(): gradients clipped at one "
+                "bound would get noise for another; set it after step() or zero_grad()"
             )
         return bound
 

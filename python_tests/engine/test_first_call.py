@@ -160,7 +160,7 @@ def test_an_axis_that_is_not_the_samples_is_refused_also_if_it_is_as_long(kind, 
     model = SecondAxis(kind)
     training, _ = private(model, 1.0)
     x = torch.randint(9, (samples, length))
-    with pytest.raises((Unsupported, RuntimeError), match="first axis|samples"):
+    with pytest.raises((Unsupported, RuntimeError), match=r"first axis|samples"):
         square(model(x)).sum().backward()
     assert training.samples == 0
 
@@ -186,7 +186,11 @@ class Places(nn.Module):
 
     def __init__(self, form):
         super().__init__()
-        self.tokens, self.places, self.head = nn.Embedding(9, 4), nn.Embedding(12, 4), nn.Linear(4, 3)
+        self.tokens, self.places, self.head = (
+            nn.Embedding(9, 4),
+            nn.Embedding(12, 4),
+            nn.Linear(4, 3),
+        )
         self.register_buffer("ids", torch.arange(12).unsqueeze(0))
         self.form = form
 

@@ -98,7 +98,7 @@ class EmbeddingLayer(Layer):
                 "samples, whose number is not known outside of a call of the model; call the "
                 "model itself, with the samples in a tensor among its arguments"
             )
-        # Whatever comes before the first sample is shared: an empty batch has no indices of its own.
+        # An empty batch has no indices of its own: what comes before the first sample is shared.
         shared = self._shared or (self._shared is None and batch == 0 and indices.shape[0] > 0)
         if not shared or batch is None:
             return indices

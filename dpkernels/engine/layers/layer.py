@@ -172,7 +172,7 @@ class Layer(ABC):
         """Return those of the captured tensors that come from the backward pass, ``[B, ...]``."""
         return captured[1::2]
 
-    def note_input(self, shape: Sequence[int], shared: bool, batch: int) -> None:
+    def note_input(self, shape: Sequence[int], shared: bool, batch: int) -> None:  # noqa: B027
         """Learn from a call what its first input is; called before the layer is used.
 
         shape: of the input. shared: whether it provably does not come from the samples. batch: how
