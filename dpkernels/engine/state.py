@@ -16,8 +16,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dpkernels.engine.layers.layer import Unsupported
 from dpkernels.engine.sharding import is_sharded
 
-# The tensors themselves: the id of one that is gone may be another's.
-Versions = list[tuple[Tensor, int]]
+# Tensors, how often each was written to, and where it lies, which ``x.data = y`` changes. Tensors
+# themselves, because the id of one that is gone may be another's.
+Versions = list[tuple[Tensor, int, int]]
+
+
+_PIECE = 2**20
 
 
 class State:
@@ -31,7 +35,7 @@ class State:
 
     def versions(self) -> Versions:
         """Return what changes if a tensor is written to or replaced; 0.1 us for each."""
-        return [(x, x._version) for _, _, x in self._tensors()]
+        return [(x, x._version, x.data_ptr()) for _, _, x in self._tensors()]
 
     def _tensors(self) -> Iterator[tuple[tuple[str, nn.Module], str, Tensor]]:
         """Yield the module's name, the module, the attribute's name, and the tensor."""
@@ -45,11 +49,15 @@ class State:
                     if parameter is not None and not parameter.requires_grad:
                         yield owner, key, parameter
 
+    def _sums(self) -> list[float]:
+        """Return a sum of each tensor that changes with its values."""
+        return [_weighted_sum(x) for _, _, x in self._tensors()]
+
     def check_unchanged(self, before: Versions) -> None:
         """Raise Unsupported, with its name, if a tensor is not what it was."""
         now = list(self._tensors())
-        for (x, version), (owner, key, y) in zip(before, now, strict=False):
-            if x is not y or version != y._version:
+        for (x, version, place), (owner, key, y) in zip(before, now, strict=False):
+            if x is not y or version != y._version or place != y.data_ptr():
                 raise _changed(key, *owner)
         if len(now) != len(before):
             owner, key, _ = now[-1] if now else (self._owners[0], "a buffer", None)
@@ -71,9 +79,10 @@ class State:
         """Put buffers that change back, and raise Unsupported for them, and for new ones.
 
         A frozen parameter that changes is refused, but not put back: copies of all of them would
-        take the model's memory once more.
+        take the model's memory once more. Values are compared, too: writes to ``x.data`` count as
+        none.
         """
-        before = self.versions()
+        before, values = self.versions(), self._sums()
         slots = [
             (module._buffers, key, buffer, buffer._version, buffer.clone())
             for _, module in self._owners
@@ -83,12 +92,29 @@ class State:
         try:
             yield
             self.check_unchanged(before)
+            for (owner, key, _), now, value in zip(
+                self._tensors(), self._sums(), values, strict=True
+            ):
+                if now != value and now == now:
+                    raise _changed(key, *owner)
         finally:
             for buffers, key, buffer, version, value in slots:
-                if buffer._version != version:
+                if buffer._version != version or not torch.equal(buffer, value):
                     with torch.no_grad():
                         buffer.copy_(value)
                 buffers[key] = buffer
+
+
+def _weighted_sum(x: Tensor) -> float:
+    flat = x.detach().reshape(-1)
+    if x.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    # In pieces, so that no copy of a large table is made in float64.
+    total = 0.0
+    for start in range(0, flat.numel(), _PIECE):
+        piece = flat[start : start + _PIECE].double()
+        total += float((piece * torch.arange(1, len(piece) + 1, device=x.device)).sum())
+    return total
 
 
 def _changed(key: str, name: str, module: nn.Module) -> Unsupported:
