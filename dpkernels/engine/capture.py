@@ -153,11 +153,12 @@ class Capture:
         """Make every call of the model a pass, which is over even if it is interrupted."""
         routed = vars(model).get("forward")
         plain = model.forward
-        state = State(model)
+        state = State(model, (p for layer in self.layers for p in layer.parameters.values()))
         sharded = any(is_sharded(parameter) for parameter in model.parameters())
         seen: set[Any] = set()
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            state.check_structure()
             state.check_modes()
             batch = _samples_of((*args, *kwargs.values()))
             if (batch or sharded) and torch.is_grad_enabled() and _backward_task() == -1:
@@ -208,6 +209,7 @@ class Capture:
             )
         before = dict(vars(self))
         vars(self).update(vars(Capture(layer_complete, pass_complete)))
+        self._wholes = before["_wholes"]
         try:
             yield
         finally:
