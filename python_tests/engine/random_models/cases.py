@@ -123,8 +123,8 @@ def made(seed: int, dtype: torch.dtype, kinds: tuple[str, ...] | None = None) ->
     batch = draw.one(2, 3, 3, 4)
     parts = torch.tensor([draw.randrange(draw.one(1, 1, 2, 3)) for _ in range(batch)])
     largest = int(parts.bincount().max())
-    # Of one position there is nothing for instance norm to normalise.
-    least = 2 if "instance norm" in kinds else 1
+    least = 2 if any("instance" in kind or "batch" in kind for kind in kinds) else 1
+    # One position of one record is nothing to normalise.
     positions = max(least, draw.one(1, 2, 3, 5, largest, largest))
     records = _records(draw, parts, positions, dtype)
     model = Model(_block(kind, positions) for kind in kinds).to(dtype).train()
