@@ -329,7 +329,7 @@ def _held(
 
 
 def _whole_if_close(size: float) -> float:
-    """Return a whole number in place of one that misses it by rounding: 98 * (1 / 49) is below 2."""
+    """Return a whole number for one that misses it by rounding: 98 * (1 / 49) is below 2."""
     return float(round(size)) if math.isclose(size, round(size), rel_tol=1e-12) else size
 
 

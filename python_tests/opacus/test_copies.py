@@ -27,7 +27,7 @@ COPIES = {"torch.save": saved_and_loaded, "deepcopy": copy.deepcopy}
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("options", [{}, {"batch_first": False}], ids=["first", "second"])
 def test_a_copy_computes_the_same_and_is_its_own(copied, options):
-    model, optimizer, loader = made(**options)
+    model, optimizer, _ = made(**options)
     x = torch.randn(2, 3, 4).double()
     other = copied(model)
     with torch.no_grad():

@@ -355,10 +355,14 @@ class DPOptimizer(Optimizer):
                 "have no noise yet; call it after step()"
             )
         own = {"training": self.training.state_dict()} if self.run is None else {}
-        return own | self._now() | {
-            "given": self.given,
-            "run": None if self.run is None else self.run.state_dict(),
-        }
+        return (
+            own
+            | self._now()
+            | {
+                "given": self.given,
+                "run": None if self.run is None else self.run.state_dict(),
+            }
+        )
 
     def load_run_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``run_state_dict`` was called, with noise that was never used.

@@ -53,6 +53,12 @@ class DistributedUniformWithReplacementSampler(PoissonSampler):
         )
         self.total_size, self.sample_rate = total_size, sample_rate
 
+    @property
+    def num_samples(self) -> int:
+        """How many of the records are this process' own."""
+        shared, left = divmod(self.total_size, self.world_size)
+        return shared + (self.rank < left)
+
     def set_epoch(self, epoch: int) -> None:
         """Nothing: batches of all epochs are independent."""
 
