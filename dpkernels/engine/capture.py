@@ -12,18 +12,20 @@ they are the same. Then calls that follow each other without a backward pass are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import update_wrapper
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_leaves
 
-from dpkernels.engine.sharding import guard_unsharded
+from dpkernels.engine.first_call import Arguments, examine, look_up
+from dpkernels.engine.in_place import InPlace
+from dpkernels.engine.sharding import guard_unsharded, is_sharded
+from dpkernels.engine.state import State
 
 if TYPE_CHECKING:
     from dpkernels.engine.layers.layer import Layer, Norms
@@ -35,6 +37,8 @@ _ONE_CALL = (
 
 # What one layer hands over for one use: activations and errors, or what else its rule needs.
 Captured = tuple[Tensor, ...]
+# Gets a layer, and what it is called with.
+Note = Callable[["Layer", tuple[Any, ...]], None]
 
 
 @dataclass(eq=False)
@@ -89,40 +93,6 @@ class Site:
         self._capture.take(self._pass, self.layer, tensors)
 
 
-class InPlace:
-    """A forward pass in place of the module's own. A copy of the module has its own again.
-
-    Copied as it is, it would go on computing with the weights of the module it was made for.
-    """
-
-    def __init__(
-        self, module: nn.Module, call: Callable[..., Any], capture: Capture | None = None
-    ) -> None:
-        update_wrapper(self, module.forward)
-        self._module, self._call = module, call
-        self.capture = capture  # that the whole model is attached to
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute what takes the place of the module's own."""
-        return self._call(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        copied = memo[id(self._module)]
-        return MethodType(type(copied).forward, copied)
-
-
-def has_forward_in_place(module: nn.Module) -> bool:
-    """Return whether the module computes something else than its class says."""
-    own = vars(module).get("forward")
-    return own is not None and getattr(own, "__func__", None) is not type(module).forward
-
-
-def capture_of(model: nn.Module) -> Capture | None:
-    """Return what the model is attached to, if it is."""
-    own = vars(model).get("forward")
-    return own.capture if isinstance(own, InPlace) else None
-
-
 class Capture:
     """Collects the uses of a model's layers and says when a layer, and a pass, is complete."""
 
@@ -140,6 +110,8 @@ class Capture:
         self._same_samples = same_samples  # in all calls until a backward pass
         self._open: Pass | None = None  # the pass of the backward pass that is running
         self._paused = False
+        self._note: Note | None = None  # what is told of calls, while the model is looked at
+        self._wholes: list[Tensor] = []  # parameters that FSDP has put together
         self.layers: tuple[Layer, ...] = ()  # of the model that this is attached to
 
     def attach(self, model: nn.Module, layers: Sequence[Layer]) -> Callable[[], None]:
@@ -150,7 +122,7 @@ class Capture:
             undo.append(self._route(layer))
         for layer in self.layers:
             undo += [_guard(layer.describe(), p) for p in layer.parameters.values()]
-        undo += [guard_unsharded(model, _guard), self._enclose(model)]
+        undo += [guard_unsharded(model, self._guard_whole), self._enclose(model)]
 
         def detach() -> None:
             for one in reversed(undo):
@@ -158,11 +130,17 @@ class Capture:
 
         return detach
 
+    def _guard_whole(self, owner: str, whole: Tensor) -> Callable[[], None]:
+        self._wholes.append(whole)
+        return _guard(owner, whole)
+
     def _route(self, layer: Layer) -> Callable[[], None]:
         module = layer.module
         plain = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._note is not None:
+                self._note(layer, (*args, *kwargs.values()))
             if self._paused or not torch.is_grad_enabled():
                 return plain(*args, **kwargs)
             return layer.forward(self._site(layer), plain, *args, **kwargs)
@@ -175,13 +153,24 @@ class Capture:
         """Make every call of the model a pass, which is over even if it is interrupted."""
         routed = vars(model).get("forward")
         plain = model.forward
+        state = State(model)
+        sharded = any(is_sharded(parameter) for parameter in model.parameters())
+        seen: set[Any] = set()
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            self._begin(args, kwargs)
-            try:
-                return plain(*args, **kwargs)
-            finally:
-                self._current = None
+            state.check_modes()
+            batch = _samples_of((*args, *kwargs.values()))
+            if (batch or sharded) and torch.is_grad_enabled() and _backward_task() == -1:
+                form = "sharded" if sharded else _form(args, kwargs, batch == 1, model)
+                if form not in seen:
+                    try_out = look_up if sharded else examine
+                    try_out(model, plain, self, state, Arguments.of(args, kwargs, batch or 0))
+                    seen.add(form)
+            before = state.versions()
+            with self.one_pass(batch):
+                output = plain(*args, **kwargs)
+            state.check_unchanged(before)
+            return output
 
         model.forward = InPlace(model, forward, self)
         if routed is None:
@@ -224,16 +213,31 @@ class Capture:
         finally:
             vars(self).update(before)
 
-    def _begin(self, args: Any, kwargs: Any) -> None:
+    @contextmanager
+    def noting(self, note: Note) -> Iterator[None]:
+        """Tell ``note`` of every call of a layer, and let layers compute as if nobody listened."""
+        self._note = note
+        try:
+            with self.paused():
+                yield
+        finally:
+            self._note = None
+
+    @contextmanager
+    def one_pass(self, batch: int | None) -> Iterator[None]:
+        """Let what layers deliver be about the same ``batch`` samples."""
         # A pass whose backward pass was broken off is dropped with all it held.
         if _backward_task() == -1:
             self._open = None
-        batch = _samples_of((*args, *kwargs.values()))
         latest = self._latest
         if self._same_samples and latest.whole and latest.task is None and latest.batch == batch:
             self._current = latest
         else:
             self._current = Pass(batch)
+        try:
+            yield
+        finally:
+            self._current = None
 
     def _site(self, layer: Layer) -> Site:
         """Return where this call of ``layer`` delivers to."""
@@ -248,7 +252,9 @@ class Capture:
         return Site(self, layer, current)
 
     def take(self, current: Pass, layer: Layer, tensors: Captured) -> None:
-        """Accept what a use of ``layer`` delivers."""
+        """Accept what a use of ``layer`` delivers, in a pass that trains it."""
+        if not accumulates(layer, self._wholes or layer.parameters.values()):
+            return
         self._enter(current)
         batch = tensors[0].shape[0]
         if current.batch is None:
@@ -313,10 +319,45 @@ def _guard(owner: str, parameter: Tensor) -> Callable[[], None]:
     return remove
 
 
+def accumulates(layer: Layer, parameters: Iterable[Tensor]) -> bool:
+    """Return whether the backward pass that is running is to give the parameters a gradient.
+
+    ``torch.autograd.grad(loss, x)`` and ``backward(inputs=[x])`` ask for gradients of inputs alone:
+    such a pass trains nothing. 2 us. Raises RuntimeError for ``torch.autograd.grad`` of parameters.
+    """
+    nodes = [get_gradient_edge(p).node for p in parameters if p.requires_grad]
+    try:
+        wanted = set(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{layer.describe()}: torch.autograd.grad() asks for gradients of its parameters, "
+            "which private training does not hand out without noise; call backward() and step()"
+        ) from error
+    if len(wanted) > 1:
+        raise RuntimeError(
+            f"{layer.describe()}: backward(inputs=...) asks for gradients of some of its "
+            "parameters only; name all of a layer's, or freeze the others"
+        )
+    return wanted != {False}
+
+
 def flattened(layers: Sequence[Layer]) -> list[Layer]:
     """Return the layers that have parameters: sublayers in place of what they make up."""
     parts = (part for layer in layers for part in layer.sublayers or (layer,))
     return [part for part in parts if part.parameters]
+
+
+def _form(args: Any, kwargs: Any, alone: bool, model: nn.Module) -> tuple[Any, ...]:
+    """Return what tells forms of arguments apart: kinds, dimensions, options, but not lengths."""
+    leaves, structure = tree_flatten((args, kwargs))
+    kinds = [
+        (x.dim(), x.dtype)
+        if isinstance(x, Tensor)
+        else (x if isinstance(x, bool | str) else type(x))
+        for x in leaves
+    ]
+    autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+    return (alone, model.training, structure, *kinds, *autocast)
 
 
 def _samples_of(inputs: Sequence[Any]) -> int | None:

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from dpkernels.engine.capture import Capture, flattened
 from dpkernels.engine.clipping import Clipping, Flat, NoisyCount
 from dpkernels.engine.distributed import Ranks, bypass_reducer, group_of, parameter_facts
-from dpkernels.engine.hooks import hook_into
+from dpkernels.engine.hooks import discard_with, hook_into
+from dpkernels.engine.in_place import make_plain
 from dpkernels.engine.layers.tied import tie
 from dpkernels.engine.report import Report
 from dpkernels.engine.rules import check_optimizer, check_plain, layers_of
@@ -320,7 +321,7 @@ def make_private(
             raise ValueError(f"{op}: {name} must be one of {', '.join(choices)}, got {value!r}")
     check_plain(model)
     inner, group = group_of(model, process_group)
-    modules = layers_of(inner)
+    modules = layers_of(make_plain(inner))
     layers = flattened(modules)
     groups = tie(layers)
     parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters.values()))
@@ -353,6 +354,7 @@ def make_private(
         capture.attach(inner, modules),
         bypass_reducer(model),
         hook_into(optimizer, step, parameters),
+        *(discard_with(whole, step) for whole in {model, inner}),
     ]
 
     def detach() -> None:

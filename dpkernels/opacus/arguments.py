@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dpkernels.engine.capture import has_forward_in_place
+from dpkernels.engine.in_place import has_forward_in_place
 from dpkernels.engine.sharding import sharding_group
 from dpkernels.opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from dpkernels.opacus.grad_sample.grad_sample_module import MODES, GradSampleModule

@@ -57,6 +57,10 @@ class BareLayer(Layer):
         shapes = tuple((batch, *shape[1:]) for shape in shapes)
         return broadcast_forward(self, site, plain, shapes, args, kwargs)
 
+    def errors(self, captured: Captured) -> Sequence[Tensor]:
+        """Return all of them: gradients of each sample."""
+        return captured
+
     def norms(self, captured: Captured, sides: Any) -> Norms:
         """Return norms of the gradients ``[B, *shape]``."""
         # A parameter that is one number has gradients [B].
