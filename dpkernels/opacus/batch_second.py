@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from dpkernels.engine.capture import InPlace
+from dpkernels.engine.in_place import InPlace
 
 _BY_POSITION = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
 _OWN_FLAG = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)

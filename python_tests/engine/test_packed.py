@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from dpkernels.engine.layers.packed import Padding
 from python_tests.engine.oracle import (
     assert_same,
     clipped_sum,
@@ -42,16 +43,15 @@ class Packs(nn.Module):
     Outputs at all steps, last states and last cells in a row, from states that depend on samples.
     """
 
-    def __init__(self, kind, ordered=False, **options):
+    def __init__(self, kind, **options):
         super().__init__()
         module, more = KINDS[kind]
         self.before = nn.Linear(INPUT, INPUT)
         self.layers = module(INPUT, HIDDEN, **{"batch_first": True, **more, **options})
-        self.ordered = ordered
 
     def forward(self, x, lengths):
         x = self.before(x)
-        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=self.ordered)
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
         outputs, states = self.layers(packed, self.states(x))
         padded, _ = pad_packed_sequence(outputs, batch_first=True, total_length=STEPS)
         each = states if isinstance(states, tuple) else (states,)
@@ -68,21 +68,31 @@ class Packs(nn.Module):
         return states if isinstance(layers, nn.LSTM) else states[0]
 
 
-def example(kind, ordered=False, **options):
+def example(kind, **options):
     torch.manual_seed(0)
-    lengths = LENGTHS.sort(descending=True).values if ordered else LENGTHS
-    return (
-        Packs(kind, ordered, **options).double(),
-        torch.randn(len(LENGTHS), STEPS, INPUT, dtype=torch.float64),
-        lengths,
-    )
+    model = Packs(kind, **options).double()
+    return model, torch.randn(len(LENGTHS), STEPS, INPUT, dtype=torch.float64), LENGTHS
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_padding_is_taken_off_again(in_order):
+    lengths = LENGTHS.sort(descending=True).values if in_order else LENGTHS
+    x = torch.randn(len(lengths), STEPS, INPUT)
+    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=in_order)
+    padded, padding = Padding.of(packed)
+    for i, length in enumerate(lengths):
+        assert torch.equal(padded[i, :length], x[i, :length]) and not padded[i, length:].any()
+        assert torch.equal(padding.last(padded)[i], x[i, length - 1])
+        assert torch.equal(padding.reversed(padded)[i, :length], x[i, :length].flip(0))
+    again = padding.repacked(padded)
+    for field, wanted in zip(again, packed, strict=True):
+        assert field is wanted is None or torch.equal(field, wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("ordered", [False, True])
-def test_outputs_and_sums_are_those_of_single_samples(kind, options, ordered):
-    model, x, lengths = example(kind, ordered, **options)
+def test_outputs_and_sums_are_those_of_single_samples(kind, options):
+    model, x, lengths = example(kind, **options)
     gradients = sample_gradients(model, (x, lengths))
     bound = median_norm(gradients)
     assert_same(private_sum(model, (x, lengths), bound), clipped_sum(gradients, bound))

@@ -52,16 +52,20 @@ def test_the_model_is_the_one_inside_but_for_its_name():
         _ = model.nothing
 
 
-def test_a_copy_of_the_model_is_an_ordinary_one_of_its_own():
+def test_a_copy_of_the_model_trains_without_privacy_only_if_that_is_said():
     model, optimizer, loader = made()
     copied = copy.deepcopy(model)
     x = torch.randn(2, 4).double()
-    wanted = copied(x)
+    with pytest.warns(UserWarning, match="neither clipped nor noisy"):
+        wanted = copied(x)
     assert torch.equal(wanted, model(x))
     train(model, optimizer, loader)
     assert torch.equal(copied(x), wanted) and not torch.equal(model(x), wanted)
-    copied(x).sum().backward()
-    assert all(parameter.grad is not None for parameter in copied.parameters())
+    with pytest.raises(RuntimeError, match="copy of one in private training"):
+        copied(x).sum().backward()
+    plain = copied.to_standard_module()
+    plain(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in plain.parameters())
 
 
 @pytest.mark.parametrize("prefix", ["", "_module."])

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpkernels.engine import Unsupported
-from dpkernels.engine.capture import capture_of
+from dpkernels.engine import Unsupported, make_plain
+from dpkernels.engine.in_place import capture_of
 from dpkernels.engine.rules import layers_of
 from dpkernels.opacus.grad_sample.pairing import add_model
 
@@ -165,9 +165,9 @@ class GradSampleModule(_Held, nn.Module):
     remove_hooks = cleanup
 
     def to_standard_module(self) -> nn.Module:
-        """Return the model inside as an ordinary one."""
+        """Return the model inside as an ordinary one; of a copy, too, which refuses to train."""
         self.cleanup()
-        return self._module
+        return make_plain(self._module)
 
     def _copied(self, module: nn.Module) -> GradSampleModule:
         """Return one around ``module``, which is not in private training."""
