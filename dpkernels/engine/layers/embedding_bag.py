@@ -63,7 +63,7 @@ class OffsetBagLayer(EmbeddingBagLayer):
         starts, lengths = ends[:-1], ends.diff()
         if bool((lengths < 0).any()) or bool((starts[:1] != 0).any()):
             raise RuntimeError(
-                f"{self.describe()}: offsets must begin with 0 and not go back, so that every token "
+                f"{self.describe()}: offsets must begin with 0 and not go back, so that each token "
                 "is in one bag"
             )
         return starts, lengths
