@@ -15,6 +15,7 @@ from dpkernels.engine import Ranks
 from dpkernels.opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
     UniformWithReplacementSampler,
+    seed_of,
 )
 from dpkernels.privacy.mechanism import Poisson, Sampling, Shuffled
 from dpkernels.privacy.samplers import PoissonSampler, PrivateSampler
@@ -87,6 +88,7 @@ class DPDataLoader(PrivateLoader):
         """
         check_rand_on_empty(rand_on_empty)
         rate = 1 / batches_of(data_loader) if sample_rate is None else sample_rate
+        generator = data_loader.generator if generator is None else generator
         sampler = poisson_sampler(data_loader.dataset, rate, distributed, generator)
         return cls.with_sampler(data_loader, sampler)
 
@@ -204,7 +206,10 @@ def private_loader(data_loader: DataLoader[Any], sampling: Sampling, ranks: Rank
     """
     if isinstance(sampling, Poisson):
         records = len(data_loader.dataset)  # type: ignore[arg-type]
-        sampler = PoissonSampler(records, sampling.rate, rank=ranks.rank, world_size=ranks.size)
+        seed = None if isinstance(data_loader, DPDataLoader) else seed_of(data_loader.generator)
+        sampler = PoissonSampler(
+            records, sampling.rate, seed=seed, rank=ranks.rank, world_size=ranks.size
+        )
         return DPDataLoader.with_sampler(data_loader, sampler)
     if ranks.size > 1:
         raise ValueError(
