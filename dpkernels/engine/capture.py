@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from dpkernels.engine.first_call import Arguments, examine, look_up
@@ -363,8 +364,10 @@ def _form(args: Any, kwargs: Any, alone: bool, model: nn.Module) -> tuple[Any, .
 
 
 def _samples_of(inputs: Sequence[Any]) -> int | None:
-    """Return the first axis of the first tensor that has one, in whatever it is packed."""
+    """Return the first axis of the first tensor that has one, or how many sequences are packed."""
     for given in inputs:
+        if isinstance(given, PackedSequence):
+            return int(given.batch_sizes[0])
         # Most models get tensors, for which a walk through a tree takes 25 us too many.
         for leaf in (given,) if isinstance(given, Tensor) else tree_leaves(given):
             if isinstance(leaf, Tensor) and leaf.dim() > 0:
