@@ -17,7 +17,8 @@ from dpkernels.opacus.utils.uniform_sampler import (
     UniformWithReplacementSampler,
 )
 from dpkernels.privacy.mechanism import Poisson, Sampling, Shuffled
-from dpkernels.privacy.samplers import PoissonSampler, PrivateSampler
+from dpkernels.privacy.private_sampler import PrivateSampler
+from dpkernels.privacy.samplers import PoissonSampler
 from dpkernels.run.loader import PrivateLoader
 
 
