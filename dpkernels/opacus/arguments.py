@@ -63,7 +63,9 @@ def check_arguments(
 
 def check_not_private_yet(module: nn.Module) -> None:
     """Raise ValueError for a model that is in private training already."""
-    if any(has_forward_in_place(part) for part in module.modules()):
+    # torch.compile puts a forward pass in place, too; the engine says why that is refused.
+    parts = (part for part in module.modules() if type(part).__name__ != "OptimizedModule")
+    if any(has_forward_in_place(part) for part in parts):
         raise ValueError(
             "make_private: module is in private training already; call to_standard_module() on "
             "the model that the first make_private returned, and build a new optimizer"

@@ -341,6 +341,11 @@ def _check_dataset(dataset: Any, sampler: PrivateSampler) -> None:
 
 def _check_replaceable(loader: DataLoader[Any], sampler: PrivateSampler) -> None:
     """Raise ValueError unless the loader takes all records alike, so that sampling may differ."""
+    if not isinstance(loader, PrivateLoader) and hasattr(loader, "_is_accelerate_prepared"):
+        raise ValueError(
+            "from_data_loader: loader went through Accelerate's prepare(), which deals out batches "
+            "among processes; pass the DataLoader itself, and prepare() what comes out of it"
+        )
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise ValueError(
             f"from_data_loader: loader has its own batches ({type(loader.batch_sampler).__name__}),"

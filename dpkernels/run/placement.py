@@ -13,7 +13,7 @@ def placed(batch: Any) -> Any:
     one. The module is not imported here: without it there is no ``Accelerator``.
     """
     state: Any = sys.modules.get("accelerate.state")
-    if state is None or not state.AcceleratorState._shared_state:
+    if state is None or not state.is_initialized():
         return batch
     utils: Any = sys.modules["accelerate.utils"]
     return utils.send_to_device(batch, state.AcceleratorState().device)
