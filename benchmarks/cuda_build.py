@@ -51,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report: dict[str, Any] = json.loads(looked.stdout)
     report["versions"]["nvcc"] = nvcc_version()
     report |= {
-        "built from": digest,
-        "seconds to install": round(seconds, 1),
+        "built_from": digest,
+        "seconds_to_install": round(seconds, 1),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     options.result.write_text(json.dumps(report, indent=1) + "\n")
@@ -65,13 +65,13 @@ def summary(report: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     operators = report["operators"]
     lines = [
-        f"cuda-build: installed in {report['seconds to install']:.0f} s for "
+        f"cuda-build: installed in {report['seconds_to_install']:.0f} s for "
         f"{', '.join(report['architectures'])}: {versions}",
         f"cuda-build: {operators['CUDA']} operators are registered for CUDA, "
         f"{len(operators['compiled'])} of them compiled ({', '.join(operators['compiled'])})",
-        f"cuda-build: built from {report['built from']}",
+        f"cuda-build: built from {report['built_from']}",
     ]
-    for call, said in (report["without a driver"] or {}).items():
+    for call, said in (report["without_driver"] or {}).items():
         lines.append(f"cuda-build: without a driver, {call}: {said}")
     return "\n".join(lines)
 
@@ -82,7 +82,7 @@ def standing(result: Path = RESULT, root: Path = ROOT) -> str:
         return "CUDA build: never checked; run make cuda-build (5.4 GB, needs nvcc)."
     report = json.loads(result.read_text())
     torch = f"torch {report['versions']['torch']}, nvcc {report['versions']['nvcc']}"
-    if report["built from"] == source_tree.digest(root):
+    if report["built_from"] == source_tree.digest(root):
         return f"CUDA build: checked on these sources with {torch}."
     return (
         f"CUDA build: STALE: csrc, setup.py or a schema has changed since it was checked with "

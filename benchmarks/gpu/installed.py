@@ -35,13 +35,13 @@ def main() -> None:
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "torch's CUDA": torch.version.cuda,
+            "torch_cuda": torch.version.cuda,
             "compiler": config["compiler"],
         },
         "architectures": config["cuda_archs"],
         "operators": {"CUDA": len(registered), "compiled": compiled},
         "driver": driver,
-        "without a driver": None if driver else refusals(),
+        "without_driver": None if driver else refusals(),
     }
     print(json.dumps(report))
 

@@ -21,7 +21,8 @@ DTYPES = (
     torch.bool,
     torch.complex64,
 )
-INTEGERS = (-1, 0, 1, 2, 3, 7, 2**31 - 1, 2**31, 2**62, 2**63 - 1, -(2**31), -(2**63))
+# None of 2^20 to 2^31: a padding of that size is no mistake, and takes as much memory.
+INTEGERS = (-1, 0, 1, 2, 3, 7, 2**31, 2**32, 2**61, 2**62, 2**63 - 1, -(2**31), -(2**63))
 NUMBERS = (0.0, -0.0, -1.0, 1e-320, 1e308, float("inf"), -float("inf"), float("nan"))
 
 
