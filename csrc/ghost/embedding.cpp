@@ -100,7 +100,7 @@ void weighted_sum_typed(const EmbeddingProblem& p, const void* factors, void* ou
     const int64_t elements = p.vocabulary * p.width;
     for_each_task(executor, tasks, [&](int task) {
       const int64_t begin = elements * task / tasks, end = elements * (task + 1) / tasks;
-      std::memset(table + begin, 0, (end - begin) * sizeof(Sum));
+      if (begin < end) std::memset(table + begin, 0, (end - begin) * sizeof(Sum));
     });
   }
   for_each_task(executor, tasks, [&](int task) {
