@@ -274,11 +274,11 @@ def sample_gradients(
         return inputs.new_zeros(0, *shape, dtype=dtype)
     x, d = (t.to(dtype).reshape(1, -1, *t.shape[2:]) for t in (inputs, errors))
     # Only its shape is looked at.
-    weight = x.new_zeros(1).expand(batch * shape[0], *shape[1:])
+    weight = x.new_empty(batch * shape[0], *shape[1:])
     gradients: Tensor = torch.ops.aten.convolution_backward(
         d, x, weight, None, *options, batch * groups, [False, True, False]
     )[1]
-    return gradients.view(batch, *shape)
+    return gradients.reshape(batch, *shape)
 
 
 def position_sums(errors: Tensor) -> Tensor:
