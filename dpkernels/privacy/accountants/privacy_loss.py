@@ -134,16 +134,15 @@ def lost(parts: Parts) -> float:
 
 def compose(parts: Parts) -> Loss:
     """Return the distribution of the sum of ``count`` losses of each (loss, count)."""
-    low, _, masses, _ = convolve(parts)
+    low, masses, _ = convolve(parts)
     lowest = sum(loss.lowest * count for loss, count in parts) + low
     return Loss(lowest, np.maximum(masses, 0.0), lost(parts), parts[0][0].interval)
 
 
-def convolve(parts: Parts) -> tuple[int, int, Floats, float]:
-    """Return the indices between which the sum's mass lies, its masses, and how large they can be.
+def convolve(parts: Parts) -> tuple[int, Floats, NDArray[np.complex128]]:
+    """Return the index at which the sum's masses begin, the masses, and their Fourier transform.
 
-    Indices count from the sum of the parts' lowest losses. The last is the mean of the Fourier
-    coefficients' absolute values, which no mass exceeds.
+    The index counts from the sum of the parts' lowest losses.
     """
     bounds = [loss.tails(count) for loss, count in parts]
     low, high = (sum(side) for side in zip(*bounds, strict=True))
@@ -152,8 +151,7 @@ def convolve(parts: Parts) -> tuple[int, int, Floats, float]:
     product = np.ones(length // 2 + 1, np.complex128)
     for loss, count in parts:
         product *= loss.transform(length) ** count
-    masses = np.roll(irfft(product, length), -low)[: high - low + 1]
-    return low, high, masses, 2 * float(np.abs(product).sum()) / length
+    return low, np.roll(irfft(product, length), -low)[: high - low + 1], product
 
 
 def _spread(

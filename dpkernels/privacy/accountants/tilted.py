@@ -70,7 +70,8 @@ def tilted(parts: Parts, slope: float) -> Loss:
     is cut off above is at most TAIL of the tilted mass, and counts as infinite.
     """
     steps = [(loss.tilt(slope), count) for loss, count in parts]
-    low, high, q, mean = convolve(steps)
+    low, q, coefficients = convolve(steps)
+    high, mean = low + len(q) - 1, float(np.abs(coefficients).mean())
     counts = sum(count for _, count in parts)
     width = max(len(loss.masses) for loss, _ in parts)
     log_moment = _log_moment(parts, slope)
