@@ -6,9 +6,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "common/gaussian.h"
 #include "common/gemm.h"
 #include "common/isa.h"
-#include "common/philox.h"
 
 namespace py = pybind11;
 
@@ -74,6 +74,13 @@ py::tuple philox4x32_10(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint
   return py::make_tuple(block.w[0], block.w[1], block.w[2], block.w[3]);
 }
 
+py::tuple continued_box_muller(uint32_t w0, uint32_t w1, uint32_t v0, uint32_t v1, uint32_t v2) {
+  const uint32_t v[] = {v0, v1, v2};
+  float z0, z1;
+  dpk::continued_box_muller(w0, w1, v, z0, z1);
+  return py::make_tuple(z0, z1);
+}
+
 template <class T>
 dpk::MatrixView<T> view(const py::buffer_info& x) {
   const int64_t size = sizeof(T);
@@ -122,6 +129,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_isa", &set_isa, py::arg("name"), "Run all kernels on one instruction set.");
   m.def("philox4x32_10", &philox4x32_10, py::arg("c0"), py::arg("c1"), py::arg("c2"), py::arg("c3"),
         py::arg("k0"), py::arg("k1"), "One block of the noise stream's generator.");
+  m.def("continued_box_muller", &continued_box_muller, py::arg("w0"), py::arg("w1"), py::arg("v0"),
+        py::arg("v1"), py::arg("v2"), "Two normals of the noise stream's tail.");
   m.def("gemm", &gemm, py::arg("a"), py::arg("b"), py::arg("c"), py::arg("accumulate"),
         py::arg("upper"), "c (+)= a b in one thread; the upper triangle of it if `upper`.");
 }

@@ -52,18 +52,28 @@ DPK_HOST_DEVICE void cos_sin_pi(typename Lanes::F t, typename Lanes::F& cosine,
   sine = Lanes::float_of_bits(Lanes::bits_of_float(y) ^ ((q & 2) << 30));
 }
 
-// The stream's definition (dpkernels/ops/noise/reference.py): u and t are rounded once to float.
+// The uniform of a word, rounded once: both halves are exact, so that only their sum is rounded.
+template <class Lanes>
+DPK_HOST_DEVICE typename Lanes::F uniform_of_word(typename Lanes::U w) {
+  using F = typename Lanes::F;
+  const F low = Lanes::from_signed(Lanes::as_signed(w & 0xffffu)) * 0x1p-32f + 0x1p-33f;
+  return Lanes::from_signed(Lanes::as_signed(w >> 16)) * 0x1p-16f + low;
+}
+
+// The angle of a word over pi, in [-1, 1], rounded once.
+template <class Lanes>
+DPK_HOST_DEVICE typename Lanes::F turn_of_word(typename Lanes::U w) {
+  return Lanes::from_signed(Lanes::as_signed(w)) * 0x1p-31f;
+}
+
+// Two normals from two words that are not continued (dpkernels/ops/noise/reference.py).
 template <class Lanes>
 DPK_HOST_DEVICE void box_muller_lanes(typename Lanes::U w0, typename Lanes::U w1,
                                       typename Lanes::F& z0, typename Lanes::F& z1) {
   using F = typename Lanes::F;
-  // Both halves of w0 are exact, so that only their sum is rounded.
-  const F low = Lanes::from_signed(Lanes::as_signed(w0 & 0xffffu)) * 0x1p-32f + 0x1p-33f;
-  const F u = Lanes::from_signed(Lanes::as_signed(w0 >> 16)) * 0x1p-16f + low;
-  const F t = Lanes::from_signed(Lanes::as_signed(w1)) * 0x1p-31f;
-  const F radius = Lanes::square_root(minus_two_log<Lanes>(u));
+  const F radius = Lanes::square_root(minus_two_log<Lanes>(uniform_of_word<Lanes>(w0)));
   F cosine, sine;
-  cos_sin_pi<Lanes>(t, cosine, sine);
+  cos_sin_pi<Lanes>(turn_of_word<Lanes>(w1), cosine, sine);
   z0 = radius * cosine;
   z1 = radius * sine;
 }

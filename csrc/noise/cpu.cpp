@@ -5,6 +5,28 @@
 #include "common/element.h"
 #include "common/gaussian.h"
 #include "noise/noise.h"
+
+namespace dpk {
+namespace {
+
+// Replaces those normals of a tile, z[k * blocks + b], whose words, in the same places, are
+// continued. One tile in 8,192 has any, so that this is compiled once, for no instruction set.
+__attribute__((noinline, cold)) void continue_normals(uint64_t first_block, const uint32_t* words,
+                                                      uint64_t key, uint64_t counter, float* z) {
+  constexpr int64_t blocks = kNoiseTile / 4;
+  for (int64_t b = 0; b < blocks; ++b) {
+    for (int pair = 0; pair < 2; ++pair) {
+      const int64_t at = 2 * pair * blocks + b;
+      const uint32_t w0 = words[at], w1 = words[at + blocks];
+      if (!is_continued(w0, w1)) continue;
+      continued_normals(first_block + b, pair, w0, w1, key, counter, z[at], z[at + blocks]);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace dpk
+
 #define DPK_KERNELS "noise/kernels.inl"
 #include "common/for_each_isa.h"
 

@@ -22,7 +22,7 @@ from dpkernels.engine.sharding import is_sharded, sharding_group
 from dpkernels.engine.sides import FixedSides, Preconditioner, load_state_of, sketches_of, state_of
 from dpkernels.engine.step import Mechanism, Reduction, Seen, Step
 from dpkernels.ops.checks import check_finite
-from dpkernels.ops.noise import NoiseKey
+from dpkernels.ops.noise import UNREACHABLE_MASS, NoiseKey
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,6 +57,7 @@ class PrivateTraining:
         self._step = step
         self._capture = capture
         self._undo = detach
+        self._elements = sum(p.numel() for layer in self.layers.values() for p in layer)
         self.attached = True
 
     @property
@@ -95,6 +96,14 @@ class PrivateTraining:
     def expected_batch_size(self) -> float:
         """The public number that sums, of all ranks together, are divided by."""
         return self._step.mechanism.expected_batch_size
+
+    @property
+    def unreachable_mass(self) -> float:
+        """Probability that exact noise of a step lies beyond what ``ops.noise`` draws, at most.
+
+        Every rank draws for every element, and for the count of adaptive clipping.
+        """
+        return (self._elements + 1) * self.world_size * UNREACHABLE_MASS
 
     @property
     def extra_query(self) -> NoisyCount | None:

@@ -19,14 +19,17 @@ _LEAST, _MOST = 1e-2, 1e7
 _MOST_STEPS = 1 << 30
 # The noise returned is at most this much more than needed, and epsilon at most 1% too small.
 _TOLERANCE = 1e-3
+# What a step's noise may leave out, so that a run with it keeps to the budget too: that of 2^30
+# elements, for each of which ``ops.noise`` leaves out 2^-96.
+UNREACHABLE = 2.0**-66
 
 
 def epsilon_after(
     noise_multiplier: float, delta: float, steps: int, sampling: Sampling, *, accountant: str
 ) -> float:
-    """Return epsilon at ``delta`` of ``steps`` equal steps."""
+    """Return epsilon at ``delta`` of ``steps`` equal steps, for models of up to 2^30 elements."""
     spent = make_accountant(accountant)
-    spent.compose(gaussian_step(noise_multiplier, sampling), steps)
+    spent.compose(gaussian_step(noise_multiplier, sampling, unreachable=UNREACHABLE), steps)
     return spent.epsilon(delta)
 
 

@@ -101,10 +101,15 @@ class GaussianQuery:
 
     sensitivity: how far it can move, in L2, between neighbouring data sets.
     noise_std: of the noise on each of its elements, 0 for none.
+    unreachable: probability that exact Gaussian noise, on all elements together, lies where the
+        generator that draws it does not reach. Accountants add it to delta, (1 + e^epsilon) times:
+        once for what this data set releases, and e^epsilon times for what a neighbour does. 0 is
+        for noise that is exact, as in a calibration on paper.
     """
 
     sensitivity: float
     noise_std: float
+    unreachable: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.sensitivity < math.inf:
@@ -114,6 +119,10 @@ class GaussianQuery:
         if not 0 <= self.noise_std < math.inf:
             raise ValueError(
                 f"GaussianQuery: noise_std must be finite and >= 0, got {self.noise_std}"
+            )
+        if not 0 <= self.unreachable <= 1:
+            raise ValueError(
+                f"GaussianQuery: unreachable must be a probability, got {self.unreachable}"
             )
 
 
@@ -157,6 +166,11 @@ class Statement:
             return 0.0
         return 1 / math.hypot(*(query.sensitivity / query.noise_std for query in self.queries))
 
+    @property
+    def unreachable(self) -> float:
+        """Probability that exact noise of a step lies where what draws it does not reach."""
+        return sum(query.unreachable for query in self.queries)
+
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON has it; ``from_dict`` reads it."""
         kind = {"kind": type(self.sampling).__name__}
@@ -172,13 +186,18 @@ class Statement:
 
 
 def gaussian_step(
-    noise_multiplier: float, sampling: Sampling, *, adjacency: Adjacency | None = None
+    noise_multiplier: float,
+    sampling: Sampling,
+    *,
+    adjacency: Adjacency | None = None,
+    unreachable: float = 0.0,
 ) -> Statement:
     """Return the statement of a step of private training, clipped to norm 1.
 
     noise_multiplier: sigma, the noise over the norm C that contributions are clipped to. Replacing
         one record moves a clipped sum by up to 2 C, so its sensitivity is 2 under replace-one.
     adjacency: None takes the one that the sampling is accounted under.
+    unreachable: of the noise, as in ``GaussianQuery``; 0 for exact noise.
     """
     if not 0 <= noise_multiplier < math.inf:
         raise ValueError(
@@ -187,4 +206,5 @@ def gaussian_step(
         )
     adjacency = adjacency or adjacency_of(sampling)
     sensitivity = 2.0 if adjacency == "replace-one" else 1.0
-    return Statement((GaussianQuery(sensitivity, noise_multiplier),), sampling, adjacency)
+    query = GaussianQuery(sensitivity, noise_multiplier, unreachable)
+    return Statement((query,), sampling, adjacency)

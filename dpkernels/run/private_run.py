@@ -130,7 +130,8 @@ class PrivateRun:
             sampling = dataclasses.replace(sampling, run=self._name)
         adjacency = adjacency_of(sampling)
         moved = 2.0 if adjacency == "replace-one" else 1.0
-        queries = [GaussianQuery(moved, self.training.noise_multiplier)]
+        noise, unreachable = self.training.noise_multiplier, self.training.unreachable_mass
+        queries = [GaussianQuery(moved, noise, unreachable)]
         if (count := self.training.extra_query) is not None:
             queries.append(GaussianQuery(moved * count.sensitivity, count.std))
         void = self._void or self.training.void

@@ -24,8 +24,8 @@ N = 2**22
 STREAMS = [(0, 0), (1, 0), (-(2**63) + 17, 2**40 + 3)]
 SIGMAS = 5.0
 SIGNIFICANCE = 1e-6
-# sqrt(-2 log u) at the smallest u, 2^-33.
-LARGEST = math.sqrt(-2 * math.log(2.0**-33))
+# sqrt(-2 log u) at the smallest u, 2^-97.
+LARGEST = math.sqrt(-2 * math.log(2.0**-97))
 
 
 def draw(n: int, key: int, counter: int) -> Tensor:

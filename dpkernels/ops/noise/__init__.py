@@ -2,7 +2,8 @@
 
 ``z`` is a pure function of (key, counter, element index): the same on every backend (to the float
 tolerance of log, cos and sin), for any number of threads, whatever was drawn before. The stream is
-defined in ``reference.py``: Philox 4x32-10 and Box-Muller, 32-bit uniforms, tails to 6.77 sigma.
+defined in ``reference.py``: Philox 4x32-10 and Box-Muller, with tails to 11.6 sigma. What lies
+beyond, at most ``UNREACHABLE_MASS`` of an element's noise, belongs in the statement of a release.
 
 A (key, counter) pair must never be used for two releases: their difference would show the data
 without noise. Pass a ``NoiseKey``, which hands out each counter once.
@@ -22,8 +23,9 @@ from dpkernels import backend
 from dpkernels.ops.checks import check_finite, check_writable
 from dpkernels.ops.noise import reference
 from dpkernels.ops.noise.key import NoiseKey
+from dpkernels.ops.noise.reference import UNREACHABLE_MASS
 
-__all__ = ["DTYPES", "NoiseKey", "add_gaussian_noise_"]
+__all__ = ["DTYPES", "UNREACHABLE_MASS", "NoiseKey", "add_gaussian_noise_"]
 
 DTYPES = frozenset({torch.float32, torch.float64})
 

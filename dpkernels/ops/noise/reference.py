@@ -9,7 +9,28 @@ The stream is a function of (key, counter, element index) and of nothing else:
   ``(j mod 2^32, j >> 32, counter mod 2^32, counter >> 32)`` under the 64-bit key.
 - Words (0, 1) and (2, 3) give two normals each by Box-Muller:
   ``u = w0 2^-32 + 2^-33`` and ``t = int32(w1) 2^-31``, both rounded once to float32, then
-  ``sqrt(-2 log u) * (cos(pi t), sin(pi t))``. The smallest ``u`` is 2^-33: |z| <= 6.77.
+  ``sqrt(-2 log u) * (cos(pi t), sin(pi t))``.
+- 32 bits are too few at three places. With u near 0 the tail would end at 6.77 sigma. With u near 1
+  and t near a multiple of 1/2 rounding would make a normal exactly 0, one in 12 million, and release
+  an element without noise. A word w0 within 2^12 of such a place, or w1 within 2^10, is continued by
+  words v of another block: that of ``j + 2^63`` for the pair (0, 1), ``j + 2^63 + 2^62`` for (2, 3).
+
+      d = (w0 + (v0 + (v1 + 1/2) 2^-32) 2^-32) 2^-32,  u = d
+                        (w0 near 2^32: with 2^32 - 1 - w0 for w0, and 1 - u = d)
+      o = (w1 - k 2^30 + (v2 + 1/2) 2^-32) 2^-31,      t = k / 2 + o
+
+  Each is exact or rounded once to float64, then rounded once to float32. One pair in 262,144 is
+  continued. All others have the normals that 32 bits give.
+
+No block is used for two things: the index of an ordinary one is below 2^61 (a tensor has less than
+2^63 elements), and ``NoiseKey`` derives children from counters of 2^63 and more, which noise never
+has.
+
+The smallest u is 2^-97, so that |z| reaches 11.6. A normal that is drawn from exact uniforms lies
+beyond, or in the cell at the end, with probability ``UNREACHABLE_MASS`` = 2^-96; elsewhere it
+differs from ours by rounding. That mass is part of the mechanism: a run states it for every element
+that it adds noise to, and accountants add it to delta (``privacy/mechanism.py``). Rounding itself,
+of normals and of the noisy sum, is not accounted.
 """
 
 from __future__ import annotations
@@ -21,6 +42,16 @@ from torch import Tensor
 
 BLOCKS_PER_TILE = 16
 ELEMENTS_PER_TILE = 64
+
+# Of each element's noise: what exact uniforms would put at the tail's last cell or beyond.
+UNREACHABLE_MASS = 2.0**-96
+
+# Words this near to a place where 32 bits are too few are continued. Fewer would leave normals on a
+# grid that can be seen; with more, too many programs of a GPU would take the long way.
+NEAR = 2**12
+# Where the blocks that continue others begin: of pairs (0, 1), and how far from there of (2, 3).
+TAIL_BLOCKS = 2**63
+_PAIR = 2**62
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -56,20 +87,74 @@ def standard_normals(
     """
     tiles = -(-n // ELEMENTS_PER_TILE)
     blocks = torch.arange(tiles * BLOCKS_PER_TILE, dtype=torch.int64, device=device)
-    low, high = torch.full_like(blocks, counter & _MASK), torch.full_like(blocks, counter >> 32)
-    words = philox(torch.stack((blocks & _MASK, blocks >> 32, low, high & _MASK), -1), key)
-    normals = [*_box_muller(words[:, 0], words[:, 1], dtype)]
-    normals += _box_muller(words[:, 2], words[:, 3], dtype)
-    by_tile = torch.stack(normals).view(4, tiles, BLOCKS_PER_TILE)
+    words = _words(blocks, 0, key, counter)
+    normals = []
+    for pair in (0, 1):
+        w0, w1 = words[:, 2 * pair], words[:, 2 * pair + 1]
+        continued = is_continued(w0, w1).nonzero()[:, 0]
+        more = _words(blocks[continued], TAIL_BLOCKS + pair * _PAIR, key, counter)
+        z = torch.stack(_box_muller(w0, w1, dtype))
+        z[:, continued] = torch.stack(_continued(w0[continued], w1[continued], more, dtype))
+        normals.append(z)
+    by_tile = torch.cat(normals).view(4, tiles, BLOCKS_PER_TILE)
     return by_tile.transpose(0, 1).reshape(-1)[:n]
 
 
+def _words(blocks: Tensor, space: int, key: int, counter: int) -> Tensor:
+    """Words ``[n, 4]`` of the blocks ``[n]``, int64 below 2^61, in the space that begins there."""
+    low, high = torch.full_like(blocks, counter & _MASK), torch.full_like(blocks, counter >> 32)
+    return philox(
+        torch.stack((blocks & _MASK, blocks >> 32 | space >> 32, low, high & _MASK), -1), key
+    )
+
+
+def is_continued(w0: Tensor, w1: Tensor) -> Tensor:
+    """Where a pair of words, int64 in [0, 2^32), needs more bits: bool of the same shape."""
+    radial, angular = (w0 + NEAR) & _MASK, ((w1 << 2) + NEAR) & _MASK
+    return torch.minimum(radial, angular) < 2 * NEAR
+
+
 def _box_muller(w0: Tensor, w1: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    uniform = (w0.double() * 2.0**-32 + 2.0**-33).float().to(dtype)
-    signed = torch.where(w1 >= 2**31, w1 - 2**32, w1)
-    angle = (signed.double() * 2.0**-31).float().to(dtype) * math.pi
-    radius = (-2.0 * uniform.log()).sqrt()
+    angle = _angle(w1, dtype)
+    radius = (-2.0 * _uniform(w0, dtype).log()).sqrt()
     return radius * angle.cos(), radius * angle.sin()
+
+
+def _uniform(w0: Tensor, dtype: torch.dtype) -> Tensor:
+    return (w0.double() * 2.0**-32 + 2.0**-33).float().to(dtype)
+
+
+def _angle(w1: Tensor, dtype: torch.dtype) -> Tensor:
+    signed = torch.where(w1 >= 2**31, w1 - 2**32, w1)
+    return (signed.double() * 2.0**-31).float().to(dtype) * math.pi
+
+
+def _continued(w0: Tensor, w1: Tensor, more: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Two normals ``[n]`` from words ``[n]`` of which one at least goes on in ``more`` ``[n, 4]``.
+
+    d is below 2^-20 and o below 2^-21, so that -2 log(1 - d) = d (2 + d), sin(pi o) = pi o and
+    cos(pi o) = 1 are right to 1e-11.
+    """
+    v = more.double()
+    near_one = w0 >= 2**31
+    whole = torch.where(near_one, _MASK - w0, w0)
+    d = whole.double() * 2.0**-32 + v[:, 0] * 2.0**-64 + (v[:, 1] + 0.5) * 2.0**-96
+    d = d.float().to(dtype)
+    square = torch.where(near_one, d * (2 + d), -2.0 * d.log())
+    ordinary = -2.0 * _uniform(w0, dtype).log()
+    radius = torch.where(whole < NEAR, square, ordinary).sqrt()
+
+    quarter = (w1 + 2**29) >> 30 & 3
+    offset = ((w1 + 2**29) & (2**30 - 1)) - 2**29
+    o = (offset.double() + (v[:, 2] + 0.5) * 2.0**-32).float().to(dtype) * 2.0**-31
+    small, one = math.pi * o, torch.ones_like(o)
+    near = ((w1 << 2) + NEAR & _MASK) < 2 * NEAR
+    angle = _angle(w1, dtype)
+    cosine = torch.stack((one, -small, -one, small)).gather(0, quarter[None])[0]
+    sine = torch.stack((small, one, -small, -one)).gather(0, quarter[None])[0]
+    cosine = torch.where(near, cosine, angle.cos())
+    sine = torch.where(near, sine, angle.sin())
+    return radius * cosine, radius * sine
 
 
 def add_gaussian_noise_(xs: list[Tensor], std: float, key: int, counter: int, scale: float) -> None:

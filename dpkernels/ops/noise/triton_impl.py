@@ -2,7 +2,8 @@
 
 One lane computes one Philox block and uses all four of its words, so the ten rounds are paid once
 for four normals. Uniforms and normals are float32; for float64 tensors the normal is widened and
-the rest is float64.
+the rest is float64. A program with words that need more bits (``reference.py``) goes through its
+tiles again, with the blocks that continue them; of programs with 2,048 elements that is one in 256.
 
 n elements read and written once, about 60 operations an element. No GPU was at hand: nothing here
 was timed, and the constants rest on the static report (``make gpu-check``).
@@ -16,14 +17,18 @@ import triton.language as tl
 from torch import Tensor
 
 from dpkernels.ops.ahead_of_time import COMPILE_OPTIONS, AheadOfTimeCase
-from dpkernels.ops.noise.reference import ELEMENTS_PER_TILE
+from dpkernels.ops.noise.reference import ELEMENTS_PER_TILE, NEAR
 
 _ELEMENTS = tl.constexpr(ELEMENTS_PER_TILE)
 _LANES = tl.constexpr(ELEMENTS_PER_TILE // 4)
+_NEAR = tl.constexpr(NEAR)
 # 32 tiles of 16 lanes on 128 threads: four neighbouring lanes a thread, so that each of the four
 # words is one 16-byte load and store. Static report: 16 elements a thread do not spill.
 _TILES = 32
 _WARPS = 4
+# Tiles in hand at once where words are continued: one lane a thread. All 32 would take 128
+# registers a thread of the NVIDIA targets instead of 40, in every program.
+_TILES_CONTINUED = tl.constexpr(8)
 _MASK = 0xFFFFFFFF
 
 
@@ -66,16 +71,70 @@ def _cos_sin_pi(t):
 
 
 @triton.jit
+def _uniform(w0):
+    """``w0 2^-32 + 2^-33`` with one rounding: both halves are exact, their sum rounds."""
+    low = (w0 & 0xFFFF).to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+    return (w0 >> 16).to(tl.float32) * 1.52587890625e-05 + low
+
+
+@triton.jit
+def _turn(w1):
+    """``int32(w1) 2^-31``, the angle over pi, with one rounding."""
+    return w1.to(tl.int32, bitcast=True).to(tl.float32) * 4.656612873077393e-10
+
+
+@triton.jit
 def _box_muller(w0, w1):
     """Two float32 normals from two uint32 words."""
-    # w0 2^-32 + 2^-33 with one rounding: both halves are exact, their sum rounds.
-    low = (w0 & 0xFFFF).to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
-    uniform = (w0 >> 16).to(tl.float32) * 1.52587890625e-05 + low
-    angle = w1.to(tl.int32, bitcast=True).to(tl.float32) * 4.656612873077393e-10
     # sqrt_rn, because plain sqrt is an approximation on NVIDIA.
-    radius = tl.sqrt_rn(-2.0 * tl.log(uniform))
-    cosine, sine = _cos_sin_pi(angle)
+    radius = tl.sqrt_rn(-2.0 * tl.log(_uniform(w0)))
+    cosine, sine = _cos_sin_pi(_turn(w1))
     return radius * cosine, radius * sine
+
+
+@triton.jit
+def _distance(w0, w1):
+    """Return how near a pair of words is to where 32 bits are too few: uint32, below 2 _NEAR."""
+    return tl.minimum(w0 + _NEAR, (w1 << 2) + _NEAR)
+
+
+@triton.jit
+def _continued(w0, w1, v0, v1, v2):
+    """Two float32 normals from uint32 words that go on in v0, v1, v2 where need be."""
+    near_one = w0 >= 0x80000000
+    whole = tl.where(near_one, ~w0, w0)
+    # Exact, or rounded once to float64; then once to float32.
+    head = whole.to(tl.float64) * 2.3283064365386963e-10 + v0.to(tl.float64) * 5.421010862427522e-20
+    distance = (head + (v1.to(tl.float64) + 0.5) * 1.262177448353619e-29).to(tl.float32)
+    radial = whole < _NEAR
+    square = -2.0 * tl.log(tl.where(radial, distance, _uniform(w0)))
+    square = tl.where(radial & near_one, distance * (2.0 + distance), square)
+    radius = tl.sqrt_rn(square)
+
+    angular = (w1 << 2) + _NEAR < 2 * _NEAR
+    offset = (w1 << 2).to(tl.int32, bitcast=True) >> 2
+    part = (v2.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+    small = (offset.to(tl.float64) + part).to(tl.float32) * 1.4629180792671596e-09  # pi 2^-31
+    quarter = (w1 + 0x20000000) >> 30
+    odd = (quarter & 1) != 0
+    cosine, sine = tl.where(odd, -small, 1.0), tl.where(odd, 1.0, small)
+    back = (quarter & 2) != 0
+    cosine, sine = tl.where(back, -cosine, cosine), tl.where(back, -sine, sine)
+    wide_cosine, wide_sine = _cos_sin_pi(_turn(w1))
+    cosine = tl.where(angular, cosine, wide_cosine)
+    sine = tl.where(angular, sine, wide_sine)
+    return radius * cosine, radius * sine
+
+
+@triton.jit
+def _blocks(first_tile, c2, c3, TILES: tl.constexpr):
+    """Return Philox counters and offsets, ``[TILES, 16]``, of the blocks of TILES tiles."""
+    tile = first_tile + tl.arange(0, TILES)[:, None]
+    lane = tl.arange(0, _LANES)[None, :]
+    block = tile * _LANES + lane
+    zero = tl.zeros([TILES, _LANES], tl.uint32)
+    low, high = block.to(tl.uint32), (block >> 32).to(tl.uint32)
+    return low, high, zero + c2, zero + c3, tile * _ELEMENTS + lane
 
 
 @triton.jit
@@ -83,6 +142,25 @@ def _add_noisy_word(x, offsets, n, z, std, scale):
     inside = offsets < n
     values = tl.load(x + offsets, mask=inside)
     tl.store(x + offsets, scale * (values + std * z.to(values.dtype)), mask=inside)
+
+
+@triton.jit
+def _add_noisy_words(x, offsets, n, z0, z1, z2, z3, std, scale):
+    _add_noisy_word(x, offsets, n, z0, std, scale)
+    _add_noisy_word(x, offsets + _LANES, n, z1, std, scale)
+    _add_noisy_word(x, offsets + 2 * _LANES, n, z2, std, scale)
+    _add_noisy_word(x, offsets + 3 * _LANES, n, z3, std, scale)
+
+
+@triton.jit
+def _add_continued_noise(x, first_tile, n, std, scale, k0, k1, c2, c3):
+    b0, b1, b2, b3, offsets = _blocks(first_tile, c2, c3, _TILES_CONTINUED)
+    w0, w1, w2, w3 = _philox(b0, b1, b2, b3, k0, k1)
+    v0, v1, v2, _ = _philox(b0, b1 | 0x80000000, b2, b3, k0, k1)
+    z0, z1 = _continued(w0, w1, v0, v1, v2)
+    v0, v1, v2, _ = _philox(b0, b1 | 0xC0000000, b2, b3, k0, k1)
+    z2, z3 = _continued(w2, w3, v0, v1, v2)
+    _add_noisy_words(x, offsets, n, z0, z1, z2, z3, std, scale)
 
 
 # Nothing is specialised on the values of key and counter, which change with every step.
@@ -101,28 +179,20 @@ def _add_noise_kernel(
 ):
     """Noise for TILES tiles of the ``vectors * VECTOR`` elements of x."""
     n = vectors * VECTOR
-    tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)[:, None]
-    lane = tl.arange(0, _LANES)[None, :]
-    block = tile * _LANES + lane
-    zero = tl.zeros([TILES, _LANES], tl.uint32)
-    w0, w1, w2, w3 = _philox(
-        block.to(tl.uint32),
-        (block >> 32).to(tl.uint32),
-        zero + c2.to(tl.uint32),
-        zero + c3.to(tl.uint32),
-        k0.to(tl.uint32),
-        k1.to(tl.uint32),
-    )
-    z0, z1 = _box_muller(w0, w1)
-    z2, z3 = _box_muller(w2, w3)
+    first = tl.program_id(0).to(tl.int64) * TILES
+    k0, k1, c2, c3 = k0.to(tl.uint32), k1.to(tl.uint32), c2.to(tl.uint32), c3.to(tl.uint32)
     # The interpreter passes Python floats; adding them to a float64 zero keeps all their bits.
     std = (tl.zeros((), tl.float64) + std).to(x.dtype.element_ty)
     scale = (tl.zeros((), tl.float64) + scale).to(x.dtype.element_ty)
-    offsets = tile * _ELEMENTS + lane
-    _add_noisy_word(x, offsets, n, z0, std, scale)
-    _add_noisy_word(x, offsets + _LANES, n, z1, std, scale)
-    _add_noisy_word(x, offsets + 2 * _LANES, n, z2, std, scale)
-    _add_noisy_word(x, offsets + 3 * _LANES, n, z3, std, scale)
+    b0, b1, b2, b3, offsets = _blocks(first, c2, c3, TILES)
+    w0, w1, w2, w3 = _philox(b0, b1, b2, b3, k0, k1)
+    if tl.min(tl.minimum(_distance(w0, w1), _distance(w2, w3))) >= 2 * _NEAR:
+        z0, z1 = _box_muller(w0, w1)
+        z2, z3 = _box_muller(w2, w3)
+        _add_noisy_words(x, offsets, n, z0, z1, z2, z3, std, scale)
+    else:
+        for tile in range(0, TILES, _TILES_CONTINUED):
+            _add_continued_noise(x, first + tile, n, std, scale, k0, k1, c2, c3)
 
 
 def _vector(x: Tensor) -> int:

@@ -8,8 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dpkernels.privacy.accountants.exposure import Exposure, History, exposure
+from dpkernels.privacy.accountants.exposure import Exposure, History, exposure, unreachable
 from dpkernels.privacy.mechanism import NotPrivate, Statement
+
+# Shares of delta that are set aside, the least that is enough, for noise that cannot be drawn. With
+# the first epsilon grows by less than 1e-6 of itself, and it is enough for 10^9 elements and 10^5
+# steps up to epsilon = 9 at delta = 1e-5.
+_SET_ASIDE = (2.0**-20, 2.0**-10, 0.5)
 
 
 def check_delta(delta: float) -> None:
@@ -128,7 +133,11 @@ class Accountant(ABC):
         exposed = exposure(self._history)
         if exposed.is_nothing:
             return 0.0
-        return 1.0 if exposed.mu == math.inf else min(1.0, self._delta_of(exposed, epsilon))
+        if exposed.mu == math.inf:
+            return 1.0
+        lost = unreachable(self._history)
+        added = (1 + math.exp(min(epsilon, 700.0))) * lost if lost else 0.0
+        return min(1.0, self._delta_of(exposed, epsilon) + added)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history, as JSON has it."""
@@ -156,7 +165,18 @@ class Accountant(ABC):
         exposed = exposure(history)
         if exposed.is_nothing:
             return 0.0
-        return math.inf if exposed.mu == math.inf else self._epsilon_of(exposed, delta)
+        if exposed.mu == math.inf:
+            return math.inf
+        lost = unreachable(history)
+        if lost == 0:
+            return self._epsilon_of(exposed, delta)
+        for share in _SET_ASIDE:
+            # delta(epsilon) + (1 + e^epsilon) lost <= delta, if the second fits into its share.
+            largest = share * delta / lost
+            epsilon = self._epsilon_of(exposed, (1 - share) * delta)
+            if largest > 2 and epsilon <= math.log(largest - 1):
+                return epsilon
+        return math.inf
 
     def _rough_epsilon(self, delta: float, within: float) -> float:
         *before, (statement, steps) = self._history

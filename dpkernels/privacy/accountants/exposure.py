@@ -88,3 +88,13 @@ def exposure(history: Iterable[tuple[Statement, int]]) -> Exposure:
             precision += steps * sigma**-2
     precision += sum(counted.total() for counted in epochs.values())
     return Exposure(math.sqrt(precision), tuple(sampled.items()))
+
+
+def unreachable(history: Iterable[tuple[Statement, int]]) -> float:
+    """Return the probability that exact noise of some step lies where its generator does not reach.
+
+    Without that event what is released has the distribution that accountants know. So it is within
+    this total variation of it for every data set, and (epsilon, delta) of exact noise is
+    (epsilon, delta + (1 + e^epsilon) times this) of the noise that is drawn.
+    """
+    return min(1.0, sum(steps * statement.unreachable for statement, steps in history))

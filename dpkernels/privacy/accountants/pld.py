@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from dpkernels.privacy.accountants.accountant import Accountant
 from dpkernels.privacy.accountants.exposure import Exposure, Sampled
+from dpkernels.privacy.accountants.rdp import RdpAccountant
 from dpkernels.privacy.gaussian import gaussian_delta, gaussian_epsilon
 from dpkernels.privacy.mechanism import Poisson, WithoutReplacement
 
 if TYPE_CHECKING:
-    from dpkernels.privacy.accountants.privacy_loss import Loss
+    from dpkernels.privacy.accountants.privacy_loss import Loss, Parts
 
 # Steps of the grid in a standard deviation of a step's loss. Moving a loss to the ends of its
 # bucket adds at most a quarter of the squared interval to the variance: 2.5e-4 of it.
@@ -74,7 +75,8 @@ class PldAccountant(Accountant):
             raise ValueError(f"interval must be finite and > 0, or None, got {interval}")
         self.interval = interval
 
-    def _composed(self, exposed: Exposure) -> list[Loss]:
+    def _parts(self, exposed: Exposure) -> list[Parts]:
+        """Return the losses of all steps, for each side that has to be hidden."""
         from dpkernels.privacy.accountants import privacy_loss
 
         interval = self.interval
@@ -83,21 +85,28 @@ class PldAccountant(Accountant):
             least = _span(1 / exposed.mu, 1.0) / _LARGEST if exposed.mu else 0.0
             interval = max(min(wanted), *allowed, least)
         steps = [(_losses(kind, interval), count) for kind, count in exposed.sampled]
-        composed = []
+        sides = []
         for side in range(len(steps[0][0])):
             parts = [(losses[side], count) for losses, count in steps]
             if exposed.mu:
                 # At rate 1 adding and removing are the same.
                 parts.append((privacy_loss.removal(1 / exposed.mu, 1.0, interval), 1))
-            composed.append(privacy_loss.compose(parts))
-        return composed
+            sides.append(parts)
+        return sides
 
     def _epsilon_of(self, exposed: Exposure, delta: float) -> float:
         if not exposed.sampled:
             return gaussian_epsilon(delta, exposed.mu)
-        return max(loss.epsilon(delta) for loss in self._composed(exposed))
+        from dpkernels.privacy.accountants.tilted import epsilon_at
+
+        epsilon = max(epsilon_at(parts, delta) for parts in self._parts(exposed))
+        # Steps' own distributions end at 10 standard deviations. Divergences have no end, and are
+        # an upper bound too.
+        return epsilon if epsilon < math.inf else RdpAccountant()._epsilon_of(exposed, delta)
 
     def _delta_of(self, exposed: Exposure, epsilon: float) -> float:
         if not exposed.sampled:
             return gaussian_delta(epsilon, exposed.mu)
-        return max(loss.delta(epsilon) for loss in self._composed(exposed))
+        from dpkernels.privacy.accountants.tilted import delta_at
+
+        return max(delta_at(parts, epsilon) for parts in self._parts(exposed))

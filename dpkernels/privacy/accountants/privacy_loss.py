@@ -18,13 +18,13 @@ from scipy.special import ndtr
 
 Floats = NDArray[np.float64]
 
-_EPS = float(np.finfo(np.float64).eps)
+EPS = float(np.finfo(np.float64).eps)
 # What lies further out than this many standard deviations has mass 8e-24 and counts as infinite.
 _REACH = 10.0
 # Mass of the tails of a composition that counts as infinite, and the slopes at which Chernoff
 # bounds of where they begin are tried, over the length of a step's distribution: from 1/4, in
 # doublings, to 512, which does not overflow.
-_TAIL = 1e-15
+TAIL = 1e-15
 _SLOPES = 2.0 ** np.arange(-2, 10)
 
 
@@ -38,6 +38,8 @@ class Loss:
     interval: float
     _transforms: dict[int, NDArray[np.complex128]] = field(default_factory=dict)
     _log_moments: Floats | None = None
+    _moment_at: dict[float, float] = field(default_factory=dict)
+    _tilted: dict[float, Loss] = field(default_factory=dict)
 
     def losses(self) -> Floats:
         """Return the losses that masses are at."""
@@ -72,12 +74,12 @@ class Loss:
         return max(0.0, float(losses[last]) + math.log((beyond[first + k] - delta) / scaled[k]))
 
     def tails(self, count: int) -> tuple[int, int]:
-        """Return indices of ``count`` losses' sum between which all but _TAIL of its mass lies."""
+        """Return indices of ``count`` losses' sum between which all but TAIL of its mass lies."""
         width = len(self.masses)
         slopes = _SLOPES / width
         if self._log_moments is None:
             self._log_moments = np.log([self._moments(slopes[0]), self._moments(-slopes[0])])
-        reach = (count * self._log_moments + math.log(2 / _TAIL)) / slopes
+        reach = (count * self._log_moments + math.log(2 / TAIL)) / slopes
         low, high = math.floor(-reach[1].min()), math.ceil(reach[0].min())
         return max(0, low), min(count * (width - 1), high)
 
@@ -91,6 +93,21 @@ class Loss:
             moments.append(float(self.masses @ powers))
         return moments
 
+    def log_moment(self, slope: float) -> float:
+        """Return the log of the sum of e^(slope k) masses[k], which is kept."""
+        if slope not in self._moment_at:
+            powers = np.exp(slope * np.arange(len(self.masses)))
+            self._moment_at[slope] = math.log(self.masses @ powers)
+        return self._moment_at[slope]
+
+    def tilt(self, slope: float) -> Loss:
+        """Return masses[k] e^(slope k), made to add up to 1; the last one asked for is kept."""
+        if slope not in self._tilted:
+            exponents = slope * np.arange(len(self.masses)) - self.log_moment(slope)
+            masses = self.masses * np.exp(exponents)
+            self._tilted = {slope: Loss(self.lowest, masses, 0.0, self.interval)}
+        return self._tilted[slope]
+
     def transform(self, length: int) -> NDArray[np.complex128]:
         """Return the Fourier transform at ``length``; the last one asked for is kept."""
         if length not in self._transforms:
@@ -100,28 +117,41 @@ class Loss:
         return self._transforms[length]
 
 
-def compose(parts: list[tuple[Loss, int]]) -> Loss:
-    """Return the distribution of the sum of ``count`` losses of each (loss, count).
+Parts = list[tuple[Loss, int]]
 
-    The mass that is cut off counts as infinite, and so does what rounding may have cost: each of n
-    factors of a Fourier coefficient, which are at most 1, is right to about a unit in the last
-    place, and the inverse transform averages over coefficients.
+
+def lost(parts: Parts) -> float:
+    """Return the mass that ``compose`` counts as infinite.
+
+    The mass that is cut off counts, and so does what rounding may have cost: each of n factors of a
+    Fourier coefficient, which are at most 1, is right to about a unit in the last place, and the
+    inverse transform averages over coefficients.
     """
-    interval = parts[0][0].interval
+    survived = sum(count * math.log1p(-loss.infinite) for loss, count in parts)
     counts = sum(count for _, count in parts)
+    return -math.expm1(survived) + len(parts) * TAIL + counts * EPS
+
+
+def compose(parts: Parts) -> Loss:
+    """Return the distribution of the sum of ``count`` losses of each (loss, count)."""
+    low, masses, _ = convolve(parts)
+    lowest = sum(loss.lowest * count for loss, count in parts) + low
+    return Loss(lowest, np.maximum(masses, 0.0), lost(parts), parts[0][0].interval)
+
+
+def convolve(parts: Parts) -> tuple[int, Floats, NDArray[np.complex128]]:
+    """Return the index at which the sum's masses begin, the masses, and their Fourier transform.
+
+    The index counts from the sum of the parts' lowest losses.
+    """
     bounds = [loss.tails(count) for loss, count in parts]
     low, high = (sum(side) for side in zip(*bounds, strict=True))
     # Distinct lengths are few, so that transforms are used again as steps go on.
     length = next_fast_len(1 << (high - low).bit_length(), real=True)
     product = np.ones(length // 2 + 1, np.complex128)
-    survived = 0.0
     for loss, count in parts:
         product *= loss.transform(length) ** count
-        survived += count * math.log1p(-loss.infinite)
-    masses = np.roll(irfft(product, length), -low)[: high - low + 1]
-    infinite = -math.expm1(survived) + len(parts) * _TAIL + counts * _EPS
-    lowest = sum(loss.lowest * count for loss, count in parts) + low
-    return Loss(lowest, np.maximum(masses, 0.0), infinite, interval)
+    return low, np.roll(irfft(product, length), -low)[: high - low + 1], product
 
 
 def _spread(
@@ -141,7 +171,7 @@ def _spread(
     q, q_scale = _between(*lower)
     edges = (lowest + np.arange(len(upper[0]))) * interval
     growth = np.exp(np.minimum(edges[:-1], 700.0))  # less than it is moves masses up
-    slack = 4 * _EPS * (p_scale + growth * q_scale)
+    slack = 4 * EPS * (p_scale + growth * q_scale)
     raised = np.clip((p - growth * q + slack) / -math.expm1(-interval), 0.0, p)
     masses = np.zeros(len(edges))
     masses[0] = upper[0][0]
