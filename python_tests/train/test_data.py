@@ -73,7 +73,9 @@ def test_images_are_normalised_by_constants_and_not_by_themselves(tmp_path):
 def test_labels_of_another_data_set_are_refused_before_training(tmp_path):
     write_mnist(tmp_path / "mnist")
     write_idx(tmp_path / "mnist" / "t10k-labels-idx1-ubyte", torch.full((5,), 46).to(torch.uint8))
-    with pytest.raises(ValueError, match="labels of the test part must be 0 to 9, got 46 to 46"):
+    with pytest.raises(
+        ValueError, match="t10k-labels-idx1-ubyte: labels must be 0 to 9, got 46 to 46"
+    ):
         load("mnist", str(tmp_path))
 
 
