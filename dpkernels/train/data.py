@@ -129,6 +129,8 @@ def _idx(name: str, folder: str, constants: tuple[list[float], list[float]]) -> 
             images = root / f"{prefix}-images-idx3-ubyte"
             labels = root / f"{prefix}-labels-idx1-ubyte"
             x, y = read_idx(images, 3), read_idx(labels, 1)
+            if x.shape[1:] != (28, 28):
+                raise ValueError(f"{images}: images must be [28, 28], got {list(x.shape[1:])}")
             if len(x) != len(y):
                 raise ValueError(
                     f"{images}: it has {len(x)} images, but {labels} has {len(y)} labels; fetch "
