@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from dpkernels.diagnose import command as diagnose_command
 from dpkernels.privacy import calibrate_command
@@ -13,10 +16,34 @@ from dpkernels.train import command as train_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that ``arguments`` (or the process's own) name; return the exit status."""
-    options = _parser().parse_args(arguments)
-    status: int = options.run(options)
+    """Run the command that ``arguments`` (or the process's own) name; return the exit status.
+
+    As other tools do, it ends with 128 + SIGPIPE, and in silence, where whoever reads its output
+    has left (``| head``), and with 2 where the output cannot be written.
+    """
+    try:
+        try:
+            options = _parser().parse_args(arguments)
+            status: int = options.run(options)
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("\ndpkernels: stopped", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        _drop_output()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        print(f"dpkernels: the output cannot be written: {error}", file=sys.stderr)
+        _drop_output()
+        return 2
     return status
+
+
+def _drop_output() -> None:
+    """Send what is still to be flushed at the end nowhere, so that it does not fail again."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,8 +103,9 @@ def _info(options: argparse.Namespace) -> int:
 
 def _calibrate(options: argparse.Namespace) -> int:
     try:
-        print(calibrate_command.run(options))
-    except (ValueError, RuntimeError) as error:
+        found = calibrate_command.run(options)
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"dpkernels calibrate: {error}", file=sys.stderr)
         return 2
+    print(found)
     return 0

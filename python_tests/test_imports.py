@@ -14,17 +14,20 @@ import dpkernels
 
 PACKAGE = Path(dpkernels.__file__).parent
 ROOM_OF_OPS = ("dpkernels.backend", "dpkernels.ops")
+FILES = "dpkernels.whole_file"
 
 # What the modules of each part may import of the package; parts that do not exist yet are bound
 # from their first file.
 ALLOWED = {
     "backend.py": (),
     "ops": ROOM_OF_OPS,
-    "privacy": ("dpkernels.privacy",),
+    "whole_file.py": (),
+    "privacy": ("dpkernels.privacy", FILES),
     "precondition": ("dpkernels.precondition", "dpkernels.engine", *ROOM_OF_OPS),
     "postprocess": ("dpkernels.postprocess", *ROOM_OF_OPS),
     "engine": ("dpkernels.engine", *ROOM_OF_OPS),
     "run": (
+        FILES,
         "dpkernels.info",
         "dpkernels.run",
         "dpkernels.engine",
@@ -42,6 +45,7 @@ ALLOWED = {
         *ROOM_OF_OPS,
     ),
     "train": (
+        FILES,
         "dpkernels.train",
         "dpkernels.run",
         "dpkernels.engine",
@@ -51,6 +55,7 @@ ALLOWED = {
         *ROOM_OF_OPS,
     ),
     "diagnose": (
+        FILES,
         "dpkernels.diagnose",
         "dpkernels.train",
         "dpkernels.run",
@@ -60,7 +65,13 @@ ALLOWED = {
         "dpkernels.postprocess",
         *ROOM_OF_OPS,
     ),
-    "repro": ("dpkernels.repro", "dpkernels.train", "dpkernels.precondition", "dpkernels.info"),
+    "repro": (
+        FILES,
+        "dpkernels.repro",
+        "dpkernels.train",
+        "dpkernels.precondition",
+        "dpkernels.info",
+    ),
     "federated": ("dpkernels.federated", "dpkernels.engine", "dpkernels.privacy", *ROOM_OF_OPS),
 }
 

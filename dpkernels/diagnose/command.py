@@ -61,6 +61,8 @@ def run(options: argparse.Namespace) -> int:
     """Measure and write; return the exit status: 0, 2 for what cannot be done, 130 after Ctrl-C."""
     try:
         _diagnose(options)
+    except BrokenPipeError:
+        raise
     except (ValueError, RuntimeError, OSError) as error:
         print(f"dpkernels diagnose: {error}", file=sys.stderr)
         return 2
@@ -74,7 +76,9 @@ def _diagnose(options: argparse.Namespace) -> None:
     from dpkernels.diagnose.measures import measure, write
     from dpkernels.diagnose.subject import load_subject, new_subject
     from dpkernels.train.options import filled_in
+    from dpkernels.whole_file import check_folder
 
+    check_folder(options.output, "output")
     if options.steps < 0:
         raise ValueError(f"steps must be an integer >= 0, got {options.steps}")
     given = {name: getattr(options, name) for name in _CHOSEN}

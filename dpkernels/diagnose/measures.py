@@ -30,6 +30,7 @@ from dpkernels.precondition.diagnostics_gradients import (
 from dpkernels.precondition.diagnostics_hessian import hessian_spectrum
 from dpkernels.precondition.kfac import Kfac
 from dpkernels.train.methods import METHODS, curvature_arguments, sum_of_losses
+from dpkernels.whole_file import whole_file, write_text
 
 FILE = "diagnostics.json"
 ORACLE = "oracle"
@@ -94,11 +95,12 @@ def write(found: Mapping[str, Measured], subject: Subject, output: Path) -> list
         **{name: measured.numbers for name, measured in found.items()},
     }
     files = [output / FILE]
-    files[0].write_text(json.dumps(_plain(content), indent=2, allow_nan=False) + "\n")
+    write_text(files[0], json.dumps(_plain(content), indent=2, allow_nan=False) + "\n")
     for measured in found.values():
         for name, figure in measured.figures.items():
             files.append(output / f"{name}.png")
-            figure.savefig(files[-1], dpi=150)
+            with whole_file(files[-1]) as partial:
+                figure.savefig(partial, dpi=150, format="png")
     return files
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from dpkernels.privacy.accountants import ACCOUNTANTS
 from dpkernels.privacy.accountants.accountant import check_delta, check_epsilon, check_steps
@@ -14,7 +16,7 @@ from dpkernels.privacy.calibration import (
     calibrate_steps,
     epsilon_after,
 )
-from dpkernels.privacy.curve import epsilon_curve, plot
+from dpkernels.privacy.curve import epsilon_curve, plot, require_matplotlib
 from dpkernels.privacy.mechanism import (
     Poisson,
     Sampling,
@@ -24,6 +26,7 @@ from dpkernels.privacy.mechanism import (
     gaussian_step,
 )
 
+PLOTS = (".png", ".pdf", ".svg")
 SAMPLINGS = ("poisson", "without-replacement", "shuffled")
 DESCRIPTION = """\
 Find the noise multiplier that keeps to (epsilon, delta), or epsilon for a noise multiplier, or the
@@ -58,11 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=int, help="(expected) size of a batch")
     add("--sampling", choices=SAMPLINGS, default="poisson", help="which one to plot, and star")
     add("--json", action="store_true", help="print JSON, for programs")
-    add("--plot", metavar="FILE", help="draw epsilon over steps (.png, .pdf, .svg)")
+    add("--plot", metavar="FILE", type=Path, help="draw epsilon over steps (.png, .pdf, .svg)")
 
 
 def run(options: argparse.Namespace) -> str:
-    """Return what the command prints; raise ValueError for arguments that do not make sense."""
+    """Return what the command prints; draw the plot, whose folder is made if it is not there.
+
+    Raises ValueError for arguments that do not make sense, OSError if the plot cannot be written.
+    """
     samplings, steps = _settings(options)
     given = [options.epsilon, options.noise_multiplier, steps]
     if sum(value is not None for value in given) != 2:
@@ -70,6 +76,8 @@ def run(options: argparse.Namespace) -> str:
             "give two of --epsilon, --noise-multiplier and --steps (or --epochs): the third is "
             "what is found"
         )
+    if options.plot:
+        _check_plot(options.plot)
     rows = [
         _row(name, sampling, accountant, steps, options)
         for name, sampling in samplings.items()
@@ -162,6 +170,18 @@ def _table(rows: list[Row], options: argparse.Namespace) -> str:
 def _rounded_up(value: float) -> str:
     """Return ``value`` with 4 decimals and not less than it is: less noise is not enough."""
     return f"{math.ceil(value * 1e4) / 1e4:.4f}"
+
+
+def _check_plot(file: Path) -> None:
+    """Make the folder of the plot; raise, before anything is computed, if there can be none."""
+    if file.suffix not in PLOTS:
+        raise ValueError(f"--plot must be a file that ends in {', '.join(PLOTS)}, got {file}")
+    if file.is_dir():
+        raise ValueError(f"--plot must be a file, got the folder {file}")
+    require_matplotlib()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(file.parent, os.W_OK):
+        raise PermissionError(f"--plot: nothing can be written to {file.parent}")
 
 
 def _title(sampling: Sampling) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from dpkernels.privacy.accountants import make_accountant
 from dpkernels.privacy.accountants.accountant import check_steps
 from dpkernels.privacy.mechanism import Shuffled, Statement
+from dpkernels.whole_file import whole_file
 
 # Told apart without colours too.
 _STYLES = {"gaussian": "-.", "pld": "-", "rdp": "--"}
@@ -51,18 +52,24 @@ def epsilon_curve(
     return Curve(delta, tuple(counts), epsilons, stairs)
 
 
+def require_matplotlib() -> None:
+    """Raise RuntimeError if plots cannot be drawn."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise RuntimeError(
+            "a plot needs matplotlib; install it with: pip install 'dpkernels[plots]'"
+        ) from error
+
+
 def plot(curve: Curve, title: str, file: str | Path, target: float | None = None) -> None:
     """Draw ``curve``, one line for each accountant, and the epsilon aimed at, into ``file``.
 
     Raises RuntimeError without matplotlib, which the ``plots`` extra has.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RuntimeError(
-            "a plot needs matplotlib; install it with: pip install 'dpkernels[plots]'"
-        ) from error
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     FigureCanvasAgg(figure)
@@ -91,4 +98,5 @@ def plot(curve: Curve, title: str, file: str | Path, target: float | None = None
     axes.spines[["top", "right"]].set_visible(False)
     title = "accountant: after the last step"
     axes.legend(frameon=False, loc="lower right", alignment="left", title=title)
-    figure.savefig(file, dpi=150)
+    with whole_file(file) as partial:
+        figure.savefig(partial, dpi=150, format=Path(file).suffix[1:])

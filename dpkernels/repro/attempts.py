@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dpkernels.repro import provenance
-from dpkernels.train.atomic import write_text
+from dpkernels.whole_file import write_text
 
 FILE = "attempts.json"
 

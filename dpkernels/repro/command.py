@@ -66,6 +66,8 @@ def run(options: argparse.Namespace) -> int:
             status = 130
         for file in _write(_progress(plan, options), options.output):
             print(f"written: {file}")
+    except BrokenPipeError:
+        raise
     except (ValueError, RuntimeError, OSError) as error:
         print(f"dpkernels repro: {error}", file=sys.stderr)
         return 2
@@ -116,7 +118,10 @@ def _plan(options: argparse.Namespace) -> _Plan:
     from dpkernels.repro.trials import task_of
     from dpkernels.repro.tuned import ALL_TABLES
     from dpkernels.train.data import folder_of
+    from dpkernels.whole_file import check_folder
 
+    for name in ("runs", "output"):
+        check_folder(getattr(options, name), name)
     if options.table not in ALL_TABLES:
         raise ValueError(f"table must be one of {', '.join(ALL_TABLES)}, got {options.table}")
     for name in ("seeds", "jobs", "timing_repeats"):
@@ -193,7 +198,7 @@ def _write(progress: Progress, output: Path) -> list[Path]:
     from dpkernels.repro.markdown import render
     from dpkernels.repro.plot import draw
     from dpkernels.repro.record import to_dict
-    from dpkernels.train.atomic import write_text
+    from dpkernels.whole_file import write_text
 
     output.mkdir(parents=True, exist_ok=True)
     where = provenance.collect()

@@ -8,6 +8,7 @@ from typing import Any
 
 from dpkernels.precondition.diagnostics_plots import require_matplotlib
 from dpkernels.repro.results import Progress, Result
+from dpkernels.whole_file import whole_file
 
 
 def draw(progress: Progress, file: Path) -> None:
@@ -25,7 +26,8 @@ def draw(progress: Progress, file: Path) -> None:
         (_over_methods if one_epsilon else _over_epsilon)(axes, shown, progress.table.measured)
     marks = ": paper crosses, ours dots" if any(r.cell.printed for r in results) else ""
     figure.suptitle(f"DP-KFC, {progress.table.title}{marks}")
-    figure.savefig(file, dpi=150)
+    with whole_file(file) as partial:
+        figure.savefig(partial, dpi=150, format=file.suffix[1:])
 
 
 def _figure(panels: Sequence[Sequence[Result]], one_epsilon: bool) -> Any:

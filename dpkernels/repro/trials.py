@@ -16,11 +16,11 @@ from dpkernels.repro.dp_kfc import PLAIN
 from dpkernels.repro.opacus_peer import require_opacus, train_with_opacus
 from dpkernels.repro.tables import Cell, Epsilon
 from dpkernels.train.alone import alone_in
-from dpkernels.train.atomic import write_text
 from dpkernels.train.loop import train
 from dpkernels.train.methods import METHODS
 from dpkernels.train.options import Options, filled_in
 from dpkernels.train.outputs import CHECKPOINT, REPORT
+from dpkernels.whole_file import write_text
 
 # Options that a folder's path shows, or that do not change what is trained.
 _IN_THE_PATH = ("dataset", "model", "method", "epsilon", "seed", "data_dir")

@@ -11,7 +11,6 @@ models as they are made writes a checkpoint before publishing each.
 from __future__ import annotations
 
 import os
-import pickle
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +18,8 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+
+from dpkernels.whole_file import whole_file
 
 if TYPE_CHECKING:
     from dpkernels.engine import Ranks
@@ -91,7 +92,9 @@ def read(path: str | os.PathLike[str] | IO[bytes], **options: Any) -> Any:
     """
     try:
         return torch.load(path, **{"map_location": "cpu", "weights_only": True, **options})
-    except (EOFError, pickle.UnpicklingError, RuntimeError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # bytes that are no checkpoint make torch raise anything
         name = os.fspath(path) if isinstance(path, str | os.PathLike) else "the file"
         raise ValueError(f"{name} cannot be read as a checkpoint: {error}") from error
 
@@ -153,22 +156,22 @@ def write_atomically(path: str | os.PathLike[str], state: Any, **options: Any) -
     """Write ``state`` so that ``path`` holds the old or the new whole, whenever power is cut.
 
     options: as ``torch.save`` takes them. Several ranks may write one path: it is one of theirs.
+
+    Raises OSError, which names the file, if the disk is full.
     """
-    target = Path(path)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    # One name for each rank, so that what a killed process leaves is overwritten by the next.
-    partial = target.with_name(f".{target.name}.{rank}.partial")
-    try:
-        with partial.open("wb") as file:
+    with whole_file(path, writer=rank) as partial, partial.open("wb") as file:
+        try:
             torch.save(state, file, **options)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+        except RuntimeError as error:
+            # torch's writer hides why a file cannot be written behind a check of its own.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+        file.flush()
+        os.fsync(file.fileno())
     # The new name is on the disk only when the folder is.
-    folder = os.open(target.parent, os.O_RDONLY)
+    folder = os.open(Path(os.path.realpath(path)).parent, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:

@@ -1,11 +1,13 @@
-"""One process at a time in a folder of a training."""
+"""The folder of a training: one process at a time, and no folder of a run that never began."""
 
 from __future__ import annotations
 
 import fcntl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from dpkernels.whole_file import check_folder
 
 FILE = ".lock"
 
@@ -29,3 +31,25 @@ def alone_in(folder: Path) -> Iterator[None]:
                 "folder"
             ) from None
         yield
+
+
+@contextmanager
+def made_folder(folder: Path) -> Iterator[None]:
+    """Make ``folder`` and train in it alone; take back what was made if nothing came of it.
+
+    Raises what ``alone_in`` does, NotADirectoryError for what is no folder.
+    """
+    check_folder(folder, "output")
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with alone_in(folder):
+            yield
+    except BaseException:
+        if made and [file.name for file in folder.iterdir()] == [FILE]:
+            (folder / FILE).unlink()
+            for each in made:
+                # Others may have put something beside it since.
+                with suppress(OSError):
+                    each.rmdir()
+        raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from pathlib import Path
 
@@ -12,6 +13,8 @@ sampling, and every step is accounted for. The default, digits, needs no files; 
 are read from --data-dir or $DPKERNELS_DATA. After Ctrl-C, --resume goes on. Epsilon covers the
 models; it does not cover training losses, on the bar and in metrics.csv, nor the checkpoint, nor
 the number of dropped samples in the reports, nor accuracy on records held out by --validation."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,16 +70,29 @@ def run(options: argparse.Namespace) -> int:
     try:
         output = _output(options)
         print(_train(options, output))
+    except BrokenPipeError:
+        raise
     except (ValueError, RuntimeError, OSError) as error:
         print(f"dpkernels train: {error}", file=sys.stderr)
+        if getattr(error, "errno", None) in _FULL and output is not None:
+            print(f"make room, then {_resume(output)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         message = "stopped before the first step"
         if output is not None and (output / CHECKPOINT).exists():
-            message = f"stopped; go on with: dpkernels train --resume --output {output}"
+            message = f"stopped; {_resume(output)}"
         print(f"\ndpkernels train: {message}", file=sys.stderr)
         return 130
     return 0
+
+
+def _resume(output: Path) -> str:
+    """Return how to go on: with the run that is there, or from the beginning."""
+    from dpkernels.train.outputs import CHECKPOINT
+
+    if (output / CHECKPOINT).exists():
+        return f"go on with: dpkernels train --resume --output {output}"
+    return "begin again"
 
 
 def _output(options: argparse.Namespace) -> Path:
@@ -91,15 +107,14 @@ def _train(options: argparse.Namespace, output: Path) -> str:
     """Train and return what is printed at the end."""
     from dataclasses import fields
 
-    from dpkernels.train.alone import alone_in
+    from dpkernels.train.alone import made_folder
     from dpkernels.train.loop import train
     from dpkernels.train.options import Options, filled_in, resumed
     from dpkernels.train.outputs import CHECKPOINT
 
     given = {field.name: getattr(options, field.name) for field in fields(Options)}
     chosen = resumed(output, given) if options.resume else filled_in(given)
-    output.mkdir(parents=True, exist_ok=True)
-    with alone_in(output):
+    with made_folder(output):
         if not options.resume and (output / CHECKPOINT).exists():
             raise ValueError(
                 f"output: {output} holds a run already; go on with it by --resume, or name another "

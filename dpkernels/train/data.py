@@ -126,9 +126,18 @@ def _idx(name: str, folder: str, constants: tuple[list[float], list[float]]) -> 
         root = folder_of(data_dir) / folder
 
         def part(prefix: str) -> Records:
-            x = read_idx(root / f"{prefix}-images-idx3-ubyte").unsqueeze(1)
-            y = read_idx(root / f"{prefix}-labels-idx1-ubyte").long()
-            return Records(_normalised(x, *constants), y)
+            images = root / f"{prefix}-images-idx3-ubyte"
+            labels = root / f"{prefix}-labels-idx1-ubyte"
+            x, y = read_idx(images, 3), read_idx(labels, 1)
+            if x.shape[1:] != (28, 28):
+                raise ValueError(f"{images}: images must be [28, 28], got {list(x.shape[1:])}")
+            if len(x) != len(y):
+                raise ValueError(
+                    f"{images}: it has {len(x)} images, but {labels} has {len(y)} labels; fetch "
+                    "both again"
+                )
+            _check_labels(labels, y, 10)
+            return Records(_normalised(x.unsqueeze(1), *constants), y.long())
 
         note = "normalised by published constants"
         return Data(name, "image", 10, part("train"), part("t10k"), note)
@@ -143,6 +152,8 @@ def _cifar10(data_dir: str | None) -> Data:
 
     def part(files: Sequence[str]) -> Records:
         batches = [read_cifar10(root / name) for name in files]
+        for name, (_, labels) in zip(files, batches, strict=True):
+            _check_labels(root / name, labels, 10)
         x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
         return Records(_normalised(x, *_CIFAR10), y)
 
@@ -157,7 +168,13 @@ def _cifar10(data_dir: str | None) -> Data:
 
 def _adult(data_dir: str | None) -> Data:
     root = folder_of(data_dir) / "adult-a9a"
-    train, test = (Records(*read_libsvm(root / name, _ADULT_FEATURES)) for name in ("a9a", "a9a.t"))
+
+    def part(name: str) -> Records:
+        x, y = read_libsvm(root / name, _ADULT_FEATURES)
+        _check_labels(root / name, y, 2)
+        return Records(x, y)
+
+    train, test = part("a9a"), part("a9a.t")
     return Data("adult", "binary", 2, train, test, "LIBSVM's a9a: binary features, as they are")
 
 
@@ -167,8 +184,12 @@ def _imdb(data_dir: str | None, tokens: bool = False, features: int = FEATURES) 
     frequencies = InverseFrequencies([] if tokens else _agnews_texts(root))
 
     def part(name: str) -> Records:
-        rows = list(read_csv(root / "imdb" / name, "label", "text"))
+        file = root / "imdb" / name
+        rows = list(read_csv(file, "label", "text"))
+        if strange := {label for label, _ in rows} - {"0", "1"}:
+            raise ValueError(f"{file}: labels must be 0 or 1, got {min(strange)!r}")
         labels = torch.tensor([int(label) for label, _ in rows])
+        _check_labels(file, labels, 2)
         texts = [text for _, text in rows]
         return Records(_text_inputs(texts, frequencies, tokens, features), labels)
 
@@ -179,6 +200,17 @@ def _imdb(data_dir: str | None, tokens: bool = False, features: int = FEATURES) 
         return Data("imdb", "tokens", 2, train, test, note)
     note = f"words hashed to {features} places, weights of words from {source}"
     return Data("imdb", "text", 2, train, test, note)
+
+
+def _check_labels(file: Path, labels: Tensor, classes: int) -> None:
+    """Raise ValueError, naming the file, if it has no records, or others than the data set's."""
+    if not len(labels):
+        raise ValueError(f"{file}: it must have records, got none; fetch it again")
+    if int(labels.min()) < 0 or int(labels.max()) >= classes:
+        raise ValueError(
+            f"{file}: labels must be 0 to {classes - 1}, got {int(labels.min())} to "
+            f"{int(labels.max())}; is it of another data set?"
+        )
 
 
 def _text_inputs(

@@ -31,7 +31,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     """Open ``path``, or ``path.gz`` or ``path.xz`` where only that is there.
 
     Raises MissingData with the names that were looked for, ValueError for a file that cannot
-    be unpacked to its end.
+    be unpacked to its end, or is no text where the block reads text.
     """
     for suffix, opener in _OPENERS.items():
         file = path.with_name(path.name + suffix)
@@ -42,6 +42,10 @@ def opened(path: Path) -> Iterator[BinaryIO]:
                 yield stream
         except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
             raise ValueError(f"{file} cannot be unpacked ({error}); fetch it again") from error
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ValueError(f"{file} is not a text file in UTF-8 ({error}); fetch it again") from (
+                error
+            )
         return
     raise MissingData(
         f"{path} is not there, nor with .gz or .xz; set --data-dir or $DPKERNELS_DATA to the "
@@ -49,8 +53,10 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     )
 
 
-def read_idx(path: Path) -> Tensor:
+def read_idx(path: Path, axes: int | None = None) -> Tensor:
     """Return the uint8 array of an idx file (MNIST's format), in its own shape.
+
+    axes: how many it must have: 1 for labels, 3 for images; None for any.
 
     Raises ValueError for another type, or a file that is not as long as its header says.
     """
@@ -65,6 +71,8 @@ def read_idx(path: Path) -> Tensor:
             f"{path}: its header says {shape}, but {len(content) - start} bytes follow; the file "
             "is cut off: fetch it again"
         )
+    if axes is not None and len(shape) != axes:
+        raise ValueError(f"{path}: an array of {axes} axes was wanted, got {shape}")
     return _bytes(content[start:]).reshape(shape)
 
 
@@ -109,7 +117,7 @@ def read_libsvm(path: Path, features: int) -> tuple[Tensor, Tensor]:
                     )
                 rows.append(len(labels))
                 columns.append(int(index) - 1)
-                values.append(float(value))
+                values.append(_number(value, f"{path}, line {number}"))
             labels.append(_SIGNS[label])
     x = torch.zeros(len(labels), features)
     x[rows, columns] = torch.tensor(values)
@@ -137,5 +145,19 @@ def read_csv(path: Path, *columns: str) -> Iterator[tuple[str, ...]]:
             yield tuple(row[place] for place in places)
 
 
+def _number(text: bytes, where: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found):
+        raise ValueError(
+            f"{where}: a finite number was wanted, got {text.decode(errors='replace')!r}"
+        )
+    return found
+
+
 def _bytes(content: bytes) -> Tensor:
+    if not content:  # which frombuffer does not take
+        return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -18,7 +18,7 @@ from dpkernels.train.average import Average
 from dpkernels.train.data import Records
 from dpkernels.train.interrupts import Interrupts
 from dpkernels.train.methods import describe
-from dpkernels.train.options import Options
+from dpkernels.train.options import FILE, Options
 from dpkernels.train.outputs import CHECKPOINT, MODEL, Epoch, Outcome, write_metrics
 from dpkernels.train.prepared import Prepared, at_iterate, prepare
 from dpkernels.train.schedule import set_learning_rate
@@ -37,6 +37,7 @@ def train(
     resume: go on from the checkpoint in ``output``. progress: show a bar.
 
     Raises KeyboardInterrupt, with a checkpoint of the last step written, if Ctrl-C was pressed.
+    Errors before the first step leave neither checkpoint nor options.
     Raises ValueError for options that do not fit the data.
     """
     checkpoint = output / CHECKPOINT
@@ -49,9 +50,23 @@ def train(
     state = _State(options, ready, checkpoint)
     if resume:
         state.load()
-    else:
+        return _train(options, ready, state, output, progress)
+    try:
         options.write(output)
         state.save()
+        return _train(options, ready, state, output, progress)
+    except Exception:
+        if ready.training.steps == 0:
+            # Nothing was released: the folder must not seem to hold a run.
+            for name in (CHECKPOINT, FILE):
+                (output / name).unlink(missing_ok=True)
+        raise
+
+
+def _train(
+    options: Options, ready: Prepared, state: _State, output: Path, progress: bool
+) -> Outcome:
+    """Train what is left of the epochs, and write what comes of them."""
     taken = ready.training.steps
     bar = tqdm(total=ready.steps, initial=taken, unit="step", disable=not progress)
     with bar, Interrupts() as interrupts:

@@ -12,12 +12,12 @@ from typing import Any, get_args
 from dpkernels.ops.checks import check_finite
 from dpkernels.precondition.kfac import Normalise
 from dpkernels.precondition.moments import WhichSides
-from dpkernels.train.atomic import write_text
 from dpkernels.train.data import DATASETS, IMAGES, TEXTS
 from dpkernels.train.methods import FILTERS, METHODS, OPTIMIZERS, SPECIFIC
 from dpkernels.train.models import MODELS, TOKEN_MODELS
 from dpkernels.train.schedule import SCHEDULES
 from dpkernels.train.text import FEATURES
+from dpkernels.whole_file import write_text
 
 FILE = "options.json"
 ACCOUNTANTS = ("pld", "rdp")
@@ -100,12 +100,21 @@ class Options:
             found = json.loads(file.read_text())
         except json.JSONDecodeError as error:
             raise ValueError(f"output: {file} cannot be read ({error}); begin anew") from error
+        if not isinstance(found, dict):
+            raise ValueError(
+                f"output: {file} must hold the options of a run, got a {type(found).__name__}; "
+                "begin anew"
+            )
         if unknown := found.keys() - {field.name for field in dataclasses.fields(cls)}:
             raise ValueError(
                 f"output: {file} has options that this version does not know, "
                 f"{', '.join(sorted(unknown))}; go on with the version that began the run"
             )
-        return cls(**found)
+        try:
+            _check(begun := cls(**found))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"output: {file}: {error}; begin anew") from error
+        return begun
 
 
 _LEARNING_RATES = {"sgd": 0.1, "adam": 1e-3, "adamw": 1e-3, "adambc": 5e-4}

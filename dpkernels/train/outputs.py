@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from dpkernels.run.report import RunReport
-from dpkernels.train.atomic import write_text
 from dpkernels.train.options import Options
+from dpkernels.whole_file import write_text
 
 CHECKPOINT = "checkpoint.pt"
 MODEL = "model.pt"

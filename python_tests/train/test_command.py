@@ -62,6 +62,54 @@ def test_digits_is_learnt_within_the_budget(tmp_path):
     assert report["options"]["dataset"] == "digits" and report["options"]["model"] == "logistic"
 
 
+@pytest.mark.parametrize("where", ["model", "data", "noise", "first backward", "options"])
+def test_a_run_that_fails_before_its_first_step_can_begin_again(
+    tmp_path, train, capsys, monkeypatch, where
+):
+    def fail(*_, **__):
+        raise RuntimeError("not today")
+
+    output = tmp_path / "runs" / "of" / "today"
+    begun = ("--seed", "1", *SMALL)
+    with monkeypatch.context() as patched:
+        name = {
+            "model": "dpkernels.train.prepared.build",
+            "data": "dpkernels.train.prepared.data_of",
+            "noise": "dpkernels.train.prepared.calibrate_noise_multiplier",
+            "first backward": "dpkernels.train.loop.cross_entropy",
+            "options": "dpkernels.train.options.Options.write",
+        }[where]
+        patched.setattr(name, fail)
+        assert train(output, *begun) == 2
+    assert "not today" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    # Where the folder was there before, it stays, and holds no run.
+    output.mkdir(parents=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(name, fail)
+        assert train(output, *begun) == 2
+    assert output.exists() and train(output, *begun) == 0
+
+
+def test_a_run_that_fails_after_its_first_step_is_kept(tmp_path, train, capsys, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("not today")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "evaluate", fail)
+        assert train(tmp_path / "run", *SMALL) == 2
+    assert train(tmp_path / "run", *SMALL) == 2
+    assert "holds a run already" in capsys.readouterr().err
+    assert train(tmp_path / "run", "--resume") == 0
+
+
+def test_options_that_are_none_are_named(tmp_path, train, capsys):
+    for content in ("[]", '{"epochs": "many"}', '{"epochs": 0}', "{"):
+        (tmp_path / "options.json").write_text(content)
+        assert train(tmp_path, "--resume") == 2
+        assert "options.json" in capsys.readouterr().err
+
+
 def test_files_tell_of_the_run(tmp_path, train, capsys):
     assert train(tmp_path, *SMALL) == 0
     report = report_in(tmp_path)

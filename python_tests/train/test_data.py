@@ -26,6 +26,7 @@ from python_tests.train.files import (
     write_cifar10,
     write_csv,
     write_idx,
+    write_imdb,
     write_mnist,
 )
 
@@ -73,8 +74,65 @@ def test_images_are_normalised_by_constants_and_not_by_themselves(tmp_path):
 def test_labels_of_another_data_set_are_refused_before_training(tmp_path):
     write_mnist(tmp_path / "mnist")
     write_idx(tmp_path / "mnist" / "t10k-labels-idx1-ubyte", torch.full((5,), 46).to(torch.uint8))
-    with pytest.raises(ValueError, match="labels of the test part must be 0 to 9, got 46 to 46"):
+    with pytest.raises(
+        ValueError, match="t10k-labels-idx1-ubyte: labels must be 0 to 9, got 46 to 46"
+    ):
         load("mnist", str(tmp_path))
+
+
+def write_all(root):
+    """Write every data set that has files."""
+    write_mnist(root / "mnist")
+    write_adult(root / "adult-a9a", 12, 5)
+    write_imdb(root / "imdb")
+    write_csv(root / "agnews" / "train.csv", ["text"], [["some news"]])
+    images, labels = torch.zeros(4, 3, 32, 32, dtype=torch.uint8), torch.tensor([3, 1, 4, 1])
+    for name in ("data_batch_1.bin", "test_batch.bin"):
+        write_cifar10(root / "cifar10" / name, images, labels)
+
+
+BROKEN = {
+    "nothing": b"",
+    "a line": b"\n",
+    "zeros": bytes(64),
+    "no UTF-8": b"label,text\n1,\xff\xfe\n",
+    "another label": b"label,text\nseven,words\n",
+    "no label": b"label,text\n",
+    "not a number": b"+1 1:one\n",
+    "not finite": b"+1 1:inf\n",
+    "an image": b"\x89PNG\r\n",
+    "one class too many": bytes([11]) * 3073,
+    "images without pixels": bytes([0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0]),
+    "no images": bytes([0, 0, 8, 3, 0, 0, 0, 0, 0, 0, 0, 28, 0, 0, 0, 28]),
+    "no labels": bytes([0, 0, 8, 1, 0, 0, 0, 0]),
+    "a label": bytes([0, 0, 8, 1, 0, 0, 0, 1, 5]),
+    "a folder": None,
+    "missing": None,
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_whatever_is_wrong_with_a_file_it_is_named(tmp_path, what):
+    write_all(tmp_path)
+    folders = {"mnist": "mnist", "adult": "adult-a9a", "imdb": "imdb", "cifar10": "cifar10"}
+    for dataset, folder in folders.items():
+        load(dataset, str(tmp_path))
+        for file in sorted((tmp_path / folder).iterdir()):
+            whole = file.read_bytes()
+            name = file.name.removesuffix(".gz")
+            file.unlink()
+            plain = file.with_name(name)
+            if what == "a folder":
+                plain.mkdir()
+            elif what != "missing":
+                plain.write_bytes(BROKEN[what])
+            with pytest.raises((ValueError, OSError)) as error:
+                load(dataset, str(tmp_path))
+            assert f"{folder}/{name}" in str(error.value), (dataset, name)
+            if what == "a folder":
+                plain.rmdir()
+            plain.unlink(missing_ok=True)
+            file.write_bytes(whole)
 
 
 def test_a_batch_is_its_records_and_may_be_empty(tmp_path):

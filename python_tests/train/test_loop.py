@@ -17,9 +17,9 @@ from tqdm import tqdm
 from dpkernels import cli
 from dpkernels.precondition import Kfac
 from dpkernels.train import loop, prepared
-from dpkernels.train.atomic import write_text
 from dpkernels.train.data import held_out, load
 from dpkernels.train.models import build
+from dpkernels.whole_file import write_text
 from python_tests.train.files import write_adult, write_imdb
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*with the fixed seed")
