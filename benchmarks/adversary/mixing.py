@@ -56,12 +56,48 @@ def rolled(x: Tensor) -> Tensor:
     return x.roll(1, 0)
 
 
+def scrambled(x: Tensor) -> Tensor:
+    """Reshape what is transposed: the first axis is as long as before, and holds all records."""
+    return x.mT.reshape(x.shape)
+
+
+def mixed_up(x: Tensor) -> Tensor:
+    """Add a part of another record: mixup inside of the model."""
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(3))
+    return 0.7 * x + 0.3 * x[order]
+
+
+class InTraining(nn.Module):
+    """Subtracts the batch's mean while it trains, not while it is evaluated."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return states ``[B, 4]``."""
+        return x - x.mean(0) if self.training else x
+
+
+class InAttribute(nn.Module):
+    """Keeps a running mean in a plain attribute, which no buffer shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x - mean``, and move the mean."""
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
 MIXES: dict[str, Callable[[Tensor], Tensor]] = {
     "F.batch_norm": batch_norm,
     "x - x.mean(0)": centred,
     "x - x.mean(0).detach()": centred_detached,
     "sort, sign by rank, unsort": sorted_and_back,
     "x.roll(1, 0)": rolled,
+    "x.mT.reshape(x.shape)": scrambled,
+    "mixup": mixed_up,
+    "x - x.mean(0), in training mode only": InTraining(),
+    "running mean in a plain attribute": InAttribute(),
 }
 
 

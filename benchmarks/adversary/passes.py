@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.adversary.attack import Attack, Claim, attack
-from benchmarks.adversary.moved import Records, gradient, moved, one_pass, private
+from benchmarks.adversary.moved import Records, gradient, losses, moved, one_pass, private
 from dpkernels.engine.clipping import Adaptive, Flat
 
 
@@ -51,6 +52,38 @@ def autograd_grad() -> float:
 def backward_of_inputs() -> float:
     """Saliency."""
     return _saliency("backward")
+
+
+def _before_the_pass(first: Callable[[nn.Module, Tensor], None]) -> float:
+    """Return the move if something is asked of a loss before the training pass."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, records: Records) -> None:
+        first(model, losses(model(*records.inputs)).sum())
+        one_pass(model, optimizer, records)
+
+    return moved(network(), records(), train)
+
+
+@attack(2, "torch.autograd.grad(loss, parameters), then backward()")
+def grad_of_parameters() -> float:
+    """Gradients that the user asks for, and gets none of."""
+    return _before_the_pass(
+        lambda model, loss: _ignored(
+            torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        )
+    )
+
+
+@attack(2, "loss.backward(inputs=[one parameter]), then backward()")
+def backward_of_one_parameter() -> float:
+    """A pass that would accumulate into one parameter only."""
+    return _before_the_pass(
+        lambda model, loss: loss.backward(inputs=[next(iter(model.parameters()))])
+    )
+
+
+def _ignored(found: object) -> None:
+    """Take no notice."""
 
 
 @attack(10, "model.zero_grad() between two backward passes")
@@ -98,6 +131,40 @@ def deep_copy() -> float:
     return float((sums[0] - sums[1]).norm())
 
 
+def _moved_after(change: Callable[[nn.Module], nn.Module]) -> float:
+    """Return the move of what a new optimizer is given, after the private model was changed."""
+    sums = []
+    batch = Records(records().inputs, torch.full((4,), 1e4))
+    for part in (batch, batch.without(0, "removed")):
+        model = network()
+        training, _ = private(model, Flat(1.0))
+        changed = change(model)
+        optimizer = torch.optim.SGD(changed.parameters(), lr=0.0)
+        one_pass(changed, optimizer, part)
+        optimizer.step()
+        sums.append(gradient(changed))
+        training.detach()
+    return float((sums[0] - sums[1]).norm())
+
+
+@attack(10, "deep copy of the model alone, with an optimizer of its own")
+def copy_of_model() -> float:
+    """The copy looks private, and is not."""
+    return _moved_after(copy.deepcopy)
+
+
+@attack(10, "head replaced after make_private, with a new optimizer")
+def replaced_head() -> float:
+    """A layer that nobody follows."""
+
+    def change(model: nn.Module) -> nn.Module:
+        torch.manual_seed(2)
+        model[2] = nn.Linear(8, 4)  # type: ignore[operator]
+        return model
+
+    return _moved_after(change)
+
+
 class Standardised(nn.Conv2d):
     """A convolution with standardised weights, by the method that torch offers for it."""
 
@@ -122,8 +189,12 @@ def conv_forward() -> float:
 ATTACKS: list[Attack] = [
     autograd_grad,
     backward_of_inputs,
+    grad_of_parameters,
+    backward_of_one_parameter,
     model_zero_grad,
     adaptive_bound,
     deep_copy,
+    copy_of_model,
+    replaced_head,
     conv_forward,
 ]

@@ -144,6 +144,23 @@ def crafted_linear(positions: int) -> float:
     )
 
 
+def crafted_conv(positions: int, channels: int = 300) -> float:
+    """Return the largest move of a 1x1 convolution by such terms.
+
+    Small terms have small activations, so that no factor of a term is large where the term is not.
+    """
+    model = Weighted(nn.Conv1d(channels, channels, 1, bias=False))
+    sizes = torch.full((positions,), 2.0**-12)
+    sizes[0] = sizes[-1] = 1.0
+    x = sizes.expand(1, channels, -1).contiguous()
+
+    def move(terms: Tensor) -> float:
+        return moved(model, Records.of(x, (terms / sizes).expand_as(x)))
+
+    crafted = [crafted_terms(positions, 1.01 + 0.05 * k) for k in range(20)]
+    return climb(max(crafted, key=move), move, climbs=10)
+
+
 class Signed(nn.Module):
     """One number that every record moves by its own gradient."""
 
@@ -191,6 +208,12 @@ ATTACKS: list[Attack] = [
             partial(crafted_linear, positions)
         )
         for positions in (40, 64, 128, 256)
+    ),
+    *(
+        attack(9, f"convolution: crafted features, hill climbing, T = {positions}")(
+            partial(crafted_conv, positions)
+        )
+        for positions in (40, 128)
     ),
     many_microbatches,
 ]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from dpkernels.engine.first_call import Arguments, examine, look_up
@@ -153,11 +154,12 @@ class Capture:
         """Make every call of the model a pass, which is over even if it is interrupted."""
         routed = vars(model).get("forward")
         plain = model.forward
-        state = State(model)
+        state = State(model, (p for layer in self.layers for p in layer.parameters.values()))
         sharded = any(is_sharded(parameter) for parameter in model.parameters())
         seen: set[Any] = set()
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            state.check_structure()
             state.check_modes()
             batch = _samples_of((*args, *kwargs.values()))
             if (batch or sharded) and torch.is_grad_enabled() and _backward_task() == -1:
@@ -208,6 +210,7 @@ class Capture:
             )
         before = dict(vars(self))
         vars(self).update(vars(Capture(layer_complete, pass_complete)))
+        self._wholes = before["_wholes"]
         try:
             yield
         finally:
@@ -361,8 +364,10 @@ def _form(args: Any, kwargs: Any, alone: bool, model: nn.Module) -> tuple[Any, .
 
 
 def _samples_of(inputs: Sequence[Any]) -> int | None:
-    """Return the first axis of the first tensor that has one, in whatever it is packed."""
+    """Return the first axis of the first tensor that has one, or how many sequences are packed."""
     for given in inputs:
+        if isinstance(given, PackedSequence):
+            return int(given.batch_sizes[0])
         # Most models get tensors, for which a walk through a tree takes 25 us too many.
         for leaf in (given,) if isinstance(given, Tensor) else tree_leaves(given):
             if isinstance(leaf, Tensor) and leaf.dim() > 0:

@@ -243,7 +243,8 @@ class _Trial:
             with self.capture.one_pass(self.arguments.batch):
                 outputs = outputs_of(self.model, self.forward(*args, **kwargs))
             self.drawn |= not torch.equal(torch.get_rng_state(), before)
-            self._check_outputs(outputs)
+            if torch.equal(samples, self.everyone):
+                self._check_outputs(outputs)
             mine = [y[rows.to(y.device)] for y in outputs if self._has_samples(y)]
             others = [y for y in outputs if y.requires_grad and not self._has_samples(y)]
             self.has_common = len(others) > 0

@@ -169,6 +169,7 @@ class Step:
             parameter.grad = None
         self._check_bound()
         norms_of_samples = self._sample_norms(current)
+        self._sums.begin_microbatch()
         self._sums.raise_unit(_power_of_two(norms_of_samples.scale * self.clipping.largest_factor))
         factors = self.clipping.factors(norms_of_samples, self._sums.widest)
         factors = _in_units(factors, self._sums.unit)

@@ -70,7 +70,9 @@ def whole_number(op: str, name: str, value: Any) -> int:
 
 def check_can_begin(module: nn.Module) -> None:
     """Raise ValueError for a model in a private training that this package has not begun."""
-    if not is_held(module) and any(has_forward_in_place(part) for part in module.modules()):
+    # torch.compile puts a forward pass in place, too; the engine says why that is refused.
+    parts = (part for part in module.modules() if type(part).__name__ != "OptimizedModule")
+    if not is_held(module) and any(has_forward_in_place(part) for part in parts):
         raise ValueError(
             "make_private: module is in private training that dpkernels.make_private began; call "
             "detach() on what that returned, and build a new optimizer"

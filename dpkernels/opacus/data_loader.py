@@ -18,7 +18,8 @@ from dpkernels.opacus.utils.uniform_sampler import (
     seed_of,
 )
 from dpkernels.privacy.mechanism import Poisson, Sampling, Shuffled
-from dpkernels.privacy.samplers import PoissonSampler, PrivateSampler
+from dpkernels.privacy.private_sampler import PrivateSampler
+from dpkernels.privacy.samplers import PoissonSampler
 from dpkernels.run.loader import PrivateLoader
 
 
@@ -191,6 +192,8 @@ def sampling_of(
     """Return how ``make_private`` has the loader's records sampled."""
     batches = batches_of(data_loader)
     if poisson_sampling:
+        if sample_rate is None and isinstance(data_loader, DPDataLoader):
+            sample_rate = getattr(data_loader.sampling, "rate", None)
         return Poisson(1 / batches if sample_rate is None else sample_rate)
     if sample_rate is not None:
         raise ValueError(
@@ -202,9 +205,17 @@ def sampling_of(
 def private_loader(data_loader: DataLoader[Any], sampling: Sampling, ranks: Ranks) -> DPDataLoader:
     """Return a loader of batches that come about as ``sampling`` says.
 
+    A ``DPDataLoader`` of such batches that no run has yet is returned as it is: under Lightning,
+    the trainer holds it already.
+
     ranks: the processes that share the records, each of which has its own.
     """
     if isinstance(sampling, Poisson):
+        if isinstance(data_loader, DPDataLoader) and data_loader.watcher is None:
+            own = data_loader.private_sampler
+            shares = own.rank, own.world_size
+            if own.sampling == sampling and shares == (ranks.rank, ranks.size):
+                return data_loader
         records = len(data_loader.dataset)  # type: ignore[arg-type]
         seed = seed_of(_generator_of(data_loader))
         sampler = PoissonSampler(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from dpkernels.engine import Unsupported
 from dpkernels.engine.provenance import Provenance
@@ -287,6 +288,46 @@ def test_a_model_without_outputs_of_samples_still_trains():
     gradients = sample_gradients(model, (x,), loss=lambda y: y)
     bound = median_norm(gradients)
     assert_same(private_sum(model, (x,), bound, loss=lambda y: y), clipped_sum(gradients, bound))
+
+
+class OnPacked(nn.Module):
+    """A recurrent layer that the model's packed argument goes straight into."""
+
+    def __init__(self, mixes=False):
+        super().__init__()
+        self.layer, self.mixes = nn.GRU(3, 4, batch_first=True), mixes
+
+    def forward(self, packed):
+        outputs, last = self.layer(packed)
+        return (outputs, last[0] - last[0].mean(0)) if self.mixes else (outputs, last[0])
+
+
+def packed_batch(rows):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 6, 3, generator=generator, dtype=torch.float64)[rows]
+    lengths = torch.tensor([2, 6, 1, 4, 4])[rows]
+    return pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+
+
+def test_packed_arguments_are_samples_of_their_own():
+    def loss(output):
+        outputs, last = output
+        padded, _ = pad_packed_sequence(outputs, batch_first=True)
+        return padded.square().sum((1, 2)) + last.square().sum(1)
+
+    torch.manual_seed(0)
+    model = OnPacked().double()
+    gradients = []
+    for i in range(5):
+        value = loss(model(packed_batch([i]))).sum()
+        found = torch.autograd.grad(value, list(model.parameters()))
+        gradients.append(dict(zip(dict(model.named_parameters()), found, strict=True)))
+    bound = median_norm(gradients)
+    actual = private_sum(model, (packed_batch([0, 1, 2, 3, 4]),), bound, loss)
+    assert_same(actual, clipped_sum(gradients, bound))
+    private(mixing := OnPacked(mixes=True).double(), 1.0)
+    with pytest.raises(Unsupported, match="mixes samples"):
+        mixing(packed_batch([0, 1, 2, 3, 4]))
 
 
 def test_provenance_follows_values_and_not_names():

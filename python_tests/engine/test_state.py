@@ -107,6 +107,30 @@ def test_a_batch_norm_without_averages_or_with_trained_weights_is_refused():
             private(nn.Sequential(nn.Linear(4, 4), norm), 1.0)
 
 
+@pytest.mark.parametrize("how", ["module", "nested module", "parameter", "unfrozen", "added"])
+def test_what_joins_the_model_after_make_private_is_refused(how):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 3)))
+    model[0].bias.requires_grad_(False)
+    training, _ = private(model, 1.0)
+    x = torch.randn(5, 4)
+    model(x)
+    match how:
+        case "module":
+            model[1] = nn.Linear(4, 3)
+        case "nested module":
+            model[1][0] = nn.Linear(4, 3)
+        case "parameter":
+            model[1][0].weight = nn.Parameter(torch.randn(3, 4))
+        case "unfrozen":
+            model[0].bias.requires_grad_()
+        case "added":
+            model[1].extra = nn.Parameter(torch.zeros(3))
+    with pytest.raises(Unsupported, match="make_private again"):
+        model(x)
+    assert training.samples == 0
+
+
 def test_model_zero_grad_forgets_microbatches():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3)).double()

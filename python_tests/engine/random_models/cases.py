@@ -21,6 +21,7 @@ from python_tests.engine.random_models.blocks import BY_POSITION, ORDINARY, VOCA
 from python_tests.engine.random_models.hostile import HOSTILE
 
 SIZES = (1e-30, 1e-10, 1e-3, 1.0, 1.0, 30.0, 1e4, 1e8, 1e10, 1e20)
+NOT_FINITE = (float("inf"), float("nan"))
 BOUNDS = (1e-3, 1.0, 100.0)
 Refused = (ValueError, RuntimeError, NotImplementedError)
 
@@ -43,12 +44,16 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Records:
-    """States ``[B, T, F]``, tokens ``[B, T]``, weights of losses ``[B]``, microbatches ``[B]``."""
+    """States ``[B, T, F]``, tokens ``[B, T]``, weights of losses ``[B]``, microbatches ``[B]``.
+
+    extreme: the record whose states are of no ordinary size, if there is one.
+    """
 
     x: Tensor
     tokens: Tensor
     weights: Tensor
     parts: Tensor
+    extreme: int | None = None
 
     def __len__(self) -> int:
         return len(self.x)
@@ -116,8 +121,12 @@ def made(seed: int, dtype: torch.dtype, kinds: tuple[str, ...] | None = None) ->
     if kinds is None:
         kinds = drawn_kinds(draw)
     batch = draw.one(2, 3, 3, 4)
-    positions = draw.one(1, 2, 3, batch, batch, 5)
-    records = _records(draw, batch, positions, dtype)
+    parts = torch.tensor([draw.randrange(draw.one(1, 1, 2, 3)) for _ in range(batch)])
+    largest = int(parts.bincount().max())
+    least = 2 if any("instance" in kind or "batch" in kind for kind in kinds) else 1
+    # One position of one record is nothing to normalise.
+    positions = max(least, draw.one(1, 2, 3, 5, largest, largest))
+    records = _records(draw, parts, positions, dtype)
     model = Model(_block(kind, positions) for kind in kinds).to(dtype).train()
     bound = draw.one(*BOUNDS)
     return Case(
@@ -153,13 +162,14 @@ def _block(kind: str, positions: int) -> nn.Module:
     return (ORDINARY | HOSTILE)[kind]()
 
 
-def _records(draw: Random, batch: int, positions: int, dtype: torch.dtype) -> Records:
+def _records(draw: Random, parts: Tensor, positions: int, dtype: torch.dtype) -> Records:
     """Return ordinary records, all clipped, and one that may be extreme or cancel."""
+    batch = len(parts)
     x = torch.randn(batch, positions, F, dtype=dtype)
     tokens = torch.randint(VOCABULARY, (batch, positions))
     weights = torch.full((batch,), 1e4, dtype=dtype)
     odd = draw.randrange(batch)
-    x[odd] *= draw.one(*SIZES)
+    x[odd] *= draw.one(*SIZES, *SIZES, *NOT_FINITE)
     weights[odd] = draw.one(*SIZES) * draw.one(-1, 1)
     kind = draw.one("as drawn", "one token", "palindrome", "range", "equal states")
     if kind == "one token":
@@ -170,8 +180,8 @@ def _records(draw: Random, batch: int, positions: int, dtype: torch.dtype) -> Re
         tokens[:, 0] = torch.arange(batch)
     elif kind == "equal states":
         x[odd] = x[odd, :1]
-    parts = torch.tensor([draw.randrange(draw.one(1, 1, 2, 3)) for _ in range(batch)])
-    return Records(x, tokens, weights, parts)
+    ordinary = 1e-3 <= float(x[odd].abs().max()) <= 1e3
+    return Records(x, tokens, weights, parts, None if ordinary else odd)
 
 
 def _sides(draw: Random, model: nn.Module, dtype: torch.dtype) -> dict[str, Sides]:
@@ -246,7 +256,10 @@ def runs_plainly(case: Case) -> None:
 
 
 def released(case: Case, records: Records) -> tuple[Tensor, float]:
-    """Return the sum that a step releases without noise, as float64, and its sensitivity."""
+    """Return the sum that a step releases without noise, as float64, and its sensitivity.
+
+    Asserts that the step changes nothing else of the model.
+    """
     model = copy.deepcopy(case.model)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
     options: dict[str, Any] = {"several_calls": "same samples"} if case.same else {}
@@ -265,6 +278,14 @@ def released(case: Case, records: Records) -> tuple[Tensor, float]:
         train(case, model, records)
         sensitivity = training.sensitivity
         optimizer.step()
+    assert (changed := changed_state(model, case.model)) == [], f"{case.kinds}: writes {changed}"
     gradients = [p.grad for p in model.parameters() if p.requires_grad]
     total = torch.cat([g.double().flatten() for g in gradients if g is not None])
     return total * training.expected_batch_size, sensitivity
+
+
+def changed_state(model: nn.Module, before: nn.Module) -> list[str]:
+    """Return the names of buffers and frozen parameters that are not what they were."""
+    trained = {name for name, p in before.named_parameters() if p.requires_grad}
+    then, now = before.state_dict(), model.state_dict()
+    return [k for k in then if k not in trained and not torch.equal(then[k], now[k])]

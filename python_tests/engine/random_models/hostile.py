@@ -31,6 +31,31 @@ def sorted_and_back(h: Tensor) -> Tensor:
     return (h[order] * signs.to(h.dtype))[order.argsort()]
 
 
+def mixed_up(h: Tensor) -> Tensor:
+    """Mixup inside of the model: every record gets a part of another."""
+    order = torch.randperm(len(h), generator=torch.Generator().manual_seed(3))
+    return 0.7 * h + 0.3 * h[order]
+
+
+class InTraining(nn.Module):
+    """Centres the batch while it trains, not while it is evaluated."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h - h.mean(0) if self.training else h
+
+
+class Remembering(nn.Module):
+    """A running mean in a plain attribute, which no buffer shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: Tensor | float = 0.0
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * h.detach().mean((0, 1))
+        return h - self.mean
+
+
 class Running(nn.Module):
     """A running mean in a module without parameters, in place or replaced."""
 
@@ -85,6 +110,13 @@ HOSTILE: dict[str, Callable[[], nn.Module]] = {
         nn.TransformerEncoderLayer(F, 2, 8, dropout=0.0, batch_first=True)
     ),
     "largest of the batch": lambda: on_states(Functional(lambda h: h / h.abs().amax())),
+    "minus the mean, in training only": lambda: on_states(InTraining()),
+    "running mean in an attribute": lambda: on_states(Remembering()),
+    "mixup": lambda: on_states(Functional(mixed_up)),
+    "scrambled over the batch": lambda: on_states(
+        Functional(lambda h: h.permute(2, 1, 0).reshape(h.shape))
+    ),
+    "batch norm that trains": lambda: on_channels(nn.BatchNorm1d(F).requires_grad_(False)),
     "frozen table with max_norm": lambda: Of(
         lambda m, h, tokens: h + m(tokens),
         nn.Embedding(VOCABULARY, F, max_norm=0.5).requires_grad_(False),
