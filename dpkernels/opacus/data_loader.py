@@ -89,7 +89,7 @@ class DPDataLoader(PrivateLoader):
         """
         check_rand_on_empty(rand_on_empty)
         rate = 1 / batches_of(data_loader) if sample_rate is None else sample_rate
-        generator = data_loader.generator if generator is None else generator
+        generator = _generator_of(data_loader) if generator is None else generator
         sampler = poisson_sampler(data_loader.dataset, rate, distributed, generator)
         return cls.with_sampler(data_loader, sampler)
 
@@ -217,7 +217,7 @@ def private_loader(data_loader: DataLoader[Any], sampling: Sampling, ranks: Rank
             if own.sampling == sampling and shares == (ranks.rank, ranks.size):
                 return data_loader
         records = len(data_loader.dataset)  # type: ignore[arg-type]
-        seed = None if isinstance(data_loader, DPDataLoader) else seed_of(data_loader.generator)
+        seed = seed_of(_generator_of(data_loader))
         sampler = PoissonSampler(
             records, sampling.rate, seed=seed, rank=ranks.rank, world_size=ranks.size
         )
@@ -237,6 +237,11 @@ def private_loader(data_loader: DataLoader[Any], sampling: Sampling, ranks: Rank
     if isinstance(data_loader, DPDataLoader):
         data_loader = data_loader.plain()
     return DPDataLoader.with_sampler(data_loader, OwnOrder(data_loader))
+
+
+def _generator_of(data_loader: DataLoader[Any]) -> torch.Generator | None:
+    """Return the generator that the caller gave a loader, not one of ours for its workers."""
+    return None if getattr(data_loader, "_own_generator", False) else data_loader.generator
 
 
 def batches_of(data_loader: DataLoader[Any]) -> int:

@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from dpkernels.opacus import GradSampleModule, PrivacyEngine
+from dpkernels.opacus.data_loader import DPDataLoader
 from python_tests.opacus.small import (
     BATCH,
     RECORDS,
@@ -154,6 +155,11 @@ def test_the_generator_of_a_loader_drives_the_sampling_and_says_so():
         return [x[:, 0].tolist() for x, _ in private]
 
     assert drawn(5) == drawn(5) != drawn(6)
+    # Without one, and with a loader of ours, whose workers have a generator, nothing is seeded.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        PrivacyEngine(accountant="rdp").make_private(**arguments())
+        model, optimizer, loader = PrivacyEngine(accountant="rdp").make_private(**arguments())
+        again = arguments(module=model, optimizer=optimizer, data_loader=loader)
+        *_, loader = PrivacyEngine(accountant="rdp").make_private(**again)
+        loader = DPDataLoader.from_data_loader(loader)
+    assert loader.private_sampler.seed is None

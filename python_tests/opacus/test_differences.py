@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 from dpkernels.engine import make_private as engine_make_private
 from dpkernels.opacus import PrivacyEngine
 from dpkernels.opacus.data_loader import DPDataLoader, OwnOrder
+from dpkernels.opacus.validators import ModuleValidator
 from dpkernels.opacus.validators.errors import UnsupportedModuleError
 from dpkernels.privacy.accountants import make_accountant
 from dpkernels.privacy.mechanism import Poisson, Shuffled, gaussian_step
@@ -208,6 +209,22 @@ def test_frozen_batch_norm_is_refused():
     model[1].requires_grad_(False)
     with pytest.raises(UnsupportedModuleError, match="BatchNorm1d"):
         made(module=model, optimizer=torch.optim.SGD(model[2].parameters(), 0.1))
+
+
+def test_frozen_batch_norm_in_evaluation_mode_is_a_constant():
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    norm = model[1].requires_grad_(False).eval()
+    norm.running_mean.normal_()
+    before = {name: x.clone() for name, x in norm.state_dict().items()}
+    assert ModuleValidator.is_valid(model) and PrivacyEngine().is_compatible(module=model)
+    trained = [*model[0].parameters(), *model[2].parameters()]
+    private, optimizer, loader = made(module=model, optimizer=torch.optim.SGD(trained, 0.1))
+    train(private, optimizer, loader)
+    assert all(torch.equal(x, before[name]) for name, x in norm.state_dict().items())
+    # What would mix samples is noticed when it happens, too.
+    private.train()
+    with pytest.raises(ValueError, match=r"eval\(\)"):
+        private(torch.randn(3, 4).double())
 
 
 def test_the_count_of_adaptive_clipping_is_accounted():

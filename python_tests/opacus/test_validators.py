@@ -10,6 +10,7 @@ from dpkernels.opacus.layers import DPLSTM
 from dpkernels.opacus.validators import (
     ModuleValidator,
     batch_norm,
+    instance_norm,
     register_module_fixer,
     register_module_validator,
 )
@@ -149,3 +150,10 @@ def test_any_other_batch_norm_is_replaced(change):
     change(norm)
     assert [type(error) for error in batch_norm.validate(norm)] == [ShouldReplaceModuleError]
     assert isinstance(ModuleValidator.fix(with_norm(norm))[1], nn.GroupNorm)
+
+
+def test_an_instance_norm_without_averages_is_left_alone():
+    norm = nn.InstanceNorm2d(8)
+    assert instance_norm.fix(norm) is norm
+    fixed = instance_norm.fix(nn.InstanceNorm2d(8, track_running_stats=True))
+    assert not fixed.track_running_stats and fixed.running_mean is None

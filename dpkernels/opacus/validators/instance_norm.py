@@ -32,7 +32,9 @@ def validate(module: _InstanceNorm) -> list[UnsupportedModuleError]:
 
 @register_module_fixer(_KINDS)
 def fix(module: _InstanceNorm, **_: Any) -> nn.Module:
-    """Return a copy without running averages."""
+    """Return a copy without running averages; a module that has none as it is."""
+    if not module.track_running_stats:
+        return module
     new: _InstanceNorm = clone_module(module)  # type: ignore[assignment]
     new.track_running_stats = False
     for name in ("running_mean", "running_var", "num_batches_tracked"):
