@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from benchmarks.gpu.cuda_sources import nvcc_version
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "cuda_build.json"
+TREE = ROOT / "build" / "cuda"
 INSTALLED = ROOT / "benchmarks" / "gpu" / "installed.py"
 LOG_LINES = 60
 
@@ -30,22 +32,22 @@ LOG_LINES = 60
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build, check, print, write; return 0 if all is in order."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cuda_build", description=__doc__)
-    parser.add_argument("--tree", type=Path, default=ROOT / "build" / "cuda", help="where to build")
     parser.add_argument("--result", type=Path, default=RESULT)
     options = parser.parse_args(arguments)
-    tree: Path = options.tree.resolve()
 
     digest = source_tree.digest()
-    source_tree.copy(tree)
+    # From nothing, so that the seconds are those of a first installation.
+    shutil.rmtree(TREE, ignore_errors=True)
+    source_tree.copy(TREE)
     pip = [sys.executable, "-m", "pip"]
-    _run([*pip, "uninstall", "-q", "-y", "dpkernels"], tree)
+    _run([*pip, "uninstall", "-q", "-y", "dpkernels"], TREE)
     began = time.monotonic()
-    built = _run([*pip, "install", "-v", "--no-build-isolation", "."], tree)
+    built = _run([*pip, "install", "-v", "--no-build-isolation", "."], TREE)
     seconds = time.monotonic() - began
     if built.returncode:
         return _failed("pip install . failed", built)
     # From the folder that holds the tree: the installed package is to be found, not its sources.
-    looked = _run([sys.executable, str(INSTALLED)], tree.parent)
+    looked = _run([sys.executable, str(INSTALLED)], TREE.parent)
     if looked.returncode:
         return _failed("the installed package is not in order", looked)
     report: dict[str, Any] = json.loads(looked.stdout)

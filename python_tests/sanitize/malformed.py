@@ -37,10 +37,16 @@ def malform(draw: Draw, arguments: list[Any]) -> list[Any]:
 
 def _tensors(arguments: list[Any]) -> list[Tensor]:
     lists = (a if isinstance(a, list) else [a] for a in arguments)
-    return [x for each in lists for x in each if isinstance(x, Tensor)]
+    return [x for each in lists for x in each if isinstance(x, Tensor) and _has_memory(x)]
+
+
+def _has_memory(x: Tensor) -> bool:
+    return x.layout == torch.strided and not x.is_meta
 
 
 def _spoil(draw: Draw, value: Any, others: list[Tensor]) -> Any:
+    if isinstance(value, Tensor) and not _has_memory(value):
+        return value
     if isinstance(value, Tensor):
         return draw.one_of(TENSOR_MUTATIONS)(draw, value, others)
     if value is None:
