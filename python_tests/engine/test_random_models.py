@@ -35,7 +35,7 @@ from python_tests.engine.random_models.cases import (
 from python_tests.engine.random_models.hostile import HOSTILE
 
 KINDS = [*ORDINARY, *BY_POSITION, *HOSTILE]
-SEEDS = range(6)
+SEEDS = range(4)
 
 
 def check(case: Case) -> None:
@@ -67,11 +67,11 @@ def furthest(case: Case) -> tuple[float, list[str]]:
 
 
 def neighbours(batch: Records) -> Iterator[Records]:
-    """Yield the batch with each record nulled, and in float64 removed, too."""
+    """Yield the batch without each record in turn: in float64 removed where that is fair."""
+    wide = batch.x.dtype == torch.float64
     for record in range(len(batch)):
-        yield batch.nulled(record)
-        if batch.x.dtype == torch.float64 and batch.extreme in (None, record):
-            yield batch.removed(record)
+        fair = wide and batch.extreme in (None, record)
+        yield batch.removed(record) if fair else batch.nulled(record)
 
 
 def shows_records(message: str, case: Case) -> bool:
