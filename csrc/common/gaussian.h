@@ -10,10 +10,11 @@ namespace dpk {
 
 // Words this near to a place where 32 bits are too few go on in another block.
 constexpr uint32_t kNearWords = 1u << 12;
-// That block's place, in the upper word of the block's index: of the pairs (0, 1) and (2, 3).
-constexpr uint32_t kTailBlocks[2] = {0x80000000u, 0xc0000000u};
+// Where such blocks begin, in the upper word of a block's index: of words (0, 1) and of (2, 3).
+constexpr uint32_t kTailOfFirstPair = 0x80000000u;
+constexpr uint32_t kTailOfSecondPair = 0xc0000000u;
 
-// How far a pair of words is from such places; at or beyond 2 kNearWords it is whole.
+// Whether a pair of words goes on in another block.
 DPK_HOST_DEVICE bool is_continued(uint32_t w0, uint32_t w1) {
   return w0 + kNearWords < 2 * kNearWords || (w1 << 2) + kNearWords < 2 * kNearWords;
 }
@@ -51,9 +52,10 @@ DPK_HOST_DEVICE void continued_box_muller(uint32_t w0, uint32_t w1, const uint32
 // Normals 2 pair and 2 pair + 1 of a block whose words w[2 pair], w[2 pair + 1] are continued.
 DPK_HOST_DEVICE void continued_normals(uint64_t block, int pair, uint32_t w0, uint32_t w1,
                                        uint64_t key, uint64_t counter, float& z0, float& z1) {
-  const PhiloxBlock more = philox4x32_10(
-      uint32_t(block), uint32_t(block >> 32) | (pair ? kTailBlocks[1] : kTailBlocks[0]),
-      uint32_t(counter), uint32_t(counter >> 32), uint32_t(key), uint32_t(key >> 32));
+  const uint32_t tail = pair == 0 ? kTailOfFirstPair : kTailOfSecondPair;
+  const PhiloxBlock more =
+      philox4x32_10(uint32_t(block), uint32_t(block >> 32) | tail, uint32_t(counter),
+                    uint32_t(counter >> 32), uint32_t(key), uint32_t(key >> 32));
   continued_box_muller(w0, w1, more.w, z0, z1);
 }
 

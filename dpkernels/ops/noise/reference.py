@@ -10,10 +10,11 @@ The stream is a function of (key, counter, element index) and of nothing else:
 - Words (0, 1) and (2, 3) give two normals each by Box-Muller:
   ``u = w0 2^-32 + 2^-33`` and ``t = int32(w1) 2^-31``, both rounded once to float32, then
   ``sqrt(-2 log u) * (cos(pi t), sin(pi t))``.
-- 32 bits are too few at three places. With u near 0 the tail would end at 6.77 sigma. With u near 1
-  and t near a multiple of 1/2 rounding would make a normal exactly 0, one in 12 million, and release
-  an element without noise. A word w0 within 2^12 of such a place, or w1 within 2^10, is continued by
-  words v of another block: that of ``j + 2^63`` for the pair (0, 1), ``j + 2^63 + 2^62`` for (2, 3).
+- 32 bits are too few at three places. With u near 0 the tail would end at 6.77 sigma. With u near
+  1, or t near a multiple of 1/2, rounding would make a normal exactly 0, one in 12 million, and
+  release an element without noise. A word w0 within 2^12 of such a place, or w1 within 2^10, is
+  continued by words v of another block: that of ``j + 2^63`` for the pair (0, 1), and of
+  ``j + 2^63 + 2^62`` for (2, 3).
 
       d = (w0 + (v0 + (v1 + 1/2) 2^-32) 2^-32) 2^-32,  u = d
                         (w0 near 2^32: with 2^32 - 1 - w0 for w0, and 1 - u = d)
