@@ -22,8 +22,8 @@ class RunReport:
 
     epsilon: None if there is none to be had; ``not_private`` says why.
     epsilon_by_dp_accounting: the same by other people's code; None if it was not asked for.
-    releases: what was released and how often, in the order of the run; of shuffled epochs, batches
-        that were left out count as released.
+    releases: what was released and how often, in the order of the run; of a shuffled epoch, batches
+        that were handed out before the run count as released.
     clipping: how samples were bounded, and ``max_grad_norm``, as of the last step.
     noise, samples: where noise and batches come from.
     nonfinite_samples: how many were dropped. It depends on the data, and epsilon does not cover it.
