@@ -62,7 +62,7 @@ void window_project(const Window<T>& w, const T* g, double* products, const Exec
                  [&](int, int64_t slice, int64_t begin, int64_t end) {
                    for (int64_t j = begin; j < end; j += kProjectColumns) {
                      project(w.data + j, w.row_stride, w.k, std::min(kProjectColumns, end - j),
-                             g + j, &partial[slice * w.k]);
+                             g + j, partial.data() + slice * w.k);
                    }
                  });
   for (int64_t i = 0; i < w.k; ++i) {
