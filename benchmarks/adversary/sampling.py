@@ -38,16 +38,23 @@ def made() -> tuple[PrivateRun, nn.Module, torch.optim.Optimizer]:
 
 @attack(7, "if bad(x): break, then iterate again", UNCOUNTED)
 def broken_off() -> float:
-    """Return how many batches were drawn, looked at and dropped without being counted."""
+    """Return how many batches were drawn, looked at and dropped without being counted.
+
+    A batch that the loader hands out again until it has its step is not dropped.
+    """
     run, model, optimizer = made()
-    while run.loader.batches_handed_out < STEPS:
+    pending = False
+    for _ in range(STEPS):
         for (x,) in run.loader:
-            if bad(x):
+            pending = bad(x)
+            if pending:
                 break
             optimizer.zero_grad()
             losses(model(x)).sum().backward()
             optimizer.step()
-    return run.loader.batches_handed_out - run.accountant.steps
+        if run.loader.batches_handed_out >= STEPS:
+            break
+    return run.loader.batches_handed_out - run.accountant.steps - pending
 
 
 def _skipping(discard: bool) -> float:
