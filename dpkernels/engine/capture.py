@@ -21,12 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from dpkernels.engine.sharding import guard_unsharded
 
 if TYPE_CHECKING:
     from dpkernels.engine.layers.layer import Layer, Norms
+    from dpkernels.engine.layers.lifted import Lift
+    from dpkernels.engine.lifting import Lifting
 
 _ONE_CALL = (
     "call the model once for each backward(), or put the calls into the forward() of one module "
@@ -35,6 +37,8 @@ _ONE_CALL = (
 
 # What one layer hands over for one use: activations and errors, or what else its rule needs.
 Captured = tuple[Tensor, ...]
+# Gets layers, and those that deliver in their place.
+Replace = Callable[["dict[Layer, Layer]"], None]
 
 
 @dataclass(eq=False)
@@ -141,10 +145,15 @@ class Capture:
         self._open: Pass | None = None  # the pass of the backward pass that is running
         self._paused = False
         self.layers: tuple[Layer, ...] = ()  # of the model that this is attached to
+        self._undo: list[Callable[[], None]] = []
+        self._model: nn.Module | None = None
+        self._lifting: Lifting | None = None
+        self._replace: Replace = lambda replaced: None
 
     def attach(self, model: nn.Module, layers: Sequence[Layer]) -> Callable[[], None]:
         """Route the layers' forward passes through here; return what undoes it."""
-        undo: list[Callable[[], None]] = []
+        undo = self._undo = []
+        self._model = model
         self.layers = tuple(flattened(layers))
         for layer in layers:
             undo.append(self._route(layer))
@@ -158,14 +167,53 @@ class Capture:
 
         return detach
 
+    def lift(self, lifting: Lifting, replace: Replace) -> None:
+        """Serve layers that have no samples at their own input by modules around them.
+
+        replace: told which layers deliver in place of others.
+        """
+        self._lifting, self._replace = lifting, replace
+
+    def _look_for_lifts(
+        self, whole: list[Callable[..., Any]], args: Any, kwargs: Any, batch: int
+    ) -> None:
+        """Look at the model, and route what must be lifted; ``whole`` is its own forward pass."""
+        assert self._lifting is not None
+        with self.paused():
+            lifts = self._lifting.find(whole[0], args, kwargs, batch)
+        for lift in lifts:
+            if lift.module is self._model:
+                whole[0] = self._lifted(lift, whole[0])
+            else:
+                self._undo.append(self._reroute(lift))
+            self._replace(lift.replaced)
+        replaced = {old: new for lift in lifts for old, new in lift.replaced.items()}
+        self.layers = tuple(replaced.get(layer, layer) for layer in self.layers)
+
+    def _reroute(self, lift: Lift) -> Callable[[], None]:
+        module = lift.module
+        before = vars(module).get("forward")
+        module.forward = InPlace(module, self._lifted(lift, module.forward))
+        if before is None:
+            return lambda: delattr(module, "forward")
+        return lambda: setattr(module, "forward", before)
+
+    def _lifted(self, lift: Lift, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._paused or not torch.is_grad_enabled():
+                return plain(*args, **kwargs)
+            return lift.forward(self, plain, args, kwargs)
+
+        return forward
+
     def _route(self, layer: Layer) -> Callable[[], None]:
         module = layer.module
         plain = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._paused or not torch.is_grad_enabled():
+            if layer.lifted or self._paused or not torch.is_grad_enabled():
                 return plain(*args, **kwargs)
-            return layer.forward(self._site(layer), plain, *args, **kwargs)
+            return layer.forward(self.site(layer), plain, *args, **kwargs)
 
         # An attribute of the object hides the class's method, until it is deleted.
         module.forward = InPlace(module, forward)
@@ -174,12 +222,18 @@ class Capture:
     def _enclose(self, model: nn.Module) -> Callable[[], None]:
         """Make every call of the model a pass, which is over even if it is interrupted."""
         routed = vars(model).get("forward")
-        plain = model.forward
+        whole = [model.forward]
+        seen: set[Any] = set()
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._lifting is not None and torch.is_grad_enabled() and not self._paused:
+                batch, form = _samples_of((*args, *kwargs.values())), _form(args, kwargs)
+                if batch and form not in seen:
+                    self._look_for_lifts(whole, args, kwargs, batch)
+                    seen.add(form)
             self._begin(args, kwargs)
             try:
-                return plain(*args, **kwargs)
+                return whole[0](*args, **kwargs)
             finally:
                 self._current = None
 
@@ -235,7 +289,7 @@ class Capture:
         else:
             self._current = Pass(batch)
 
-    def _site(self, layer: Layer) -> Site:
+    def site(self, layer: Layer) -> Site:
         """Return where this call of ``layer`` delivers to."""
         if _backward_task() != -1:
             # Of as many samples as the first time, so that the same tensors are saved.
@@ -250,6 +304,7 @@ class Capture:
     def take(self, current: Pass, layer: Layer, tensors: Captured) -> None:
         """Accept what a use of ``layer`` delivers."""
         self._enter(current)
+        tensors = layer.by_sample(tensors, current.batch)
         batch = tensors[0].shape[0]
         if current.batch is None:
             current.batch = batch
@@ -317,6 +372,12 @@ def flattened(layers: Sequence[Layer]) -> list[Layer]:
     """Return the layers that have parameters: sublayers in place of what they make up."""
     parts = (part for layer in layers for part in layer.sublayers or (layer,))
     return [part for part in parts if part.parameters]
+
+
+def _form(args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Return what tells forms of arguments apart: kinds and dimensions, but not lengths."""
+    leaves, structure = tree_flatten((args, kwargs))
+    return (structure, *((x.dim(), x.dtype) if isinstance(x, Tensor) else type(x) for x in leaves))
 
 
 def _samples_of(inputs: Sequence[Any]) -> int | None:

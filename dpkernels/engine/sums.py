@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +63,11 @@ class Sums:
         there = layer in self._written
         self._written.add(layer)
         return [self._view(parameter) for parameter in layer.parameters.values()], there
+
+    def replace(self, replaced: Mapping[Layer, Layer]) -> None:
+        """Let others own the parameters of some layers."""
+        self._layers = [replaced.get(layer, layer) for layer in self._layers]
+        self._written = {replaced.get(layer, layer) for layer in self._written}
 
     def raise_unit(self, unit: float) -> None:
         """Divide what is there, and what is added from now on, by ``unit``, or more as it is.

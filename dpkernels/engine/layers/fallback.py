@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpkernels.engine.capture import Site
 from dpkernels.engine.layers.broadcast import agree, changed_buffers, unchanged_buffers
+from dpkernels.engine.layers.caches import as_it_is, guard, is_cache
+from dpkernels.engine.layers.flops import Flops
 from dpkernels.engine.layers.layer import Unsupported
 from dpkernels.engine.layers.randomness import Recorded
 from dpkernels.engine.layers.sample_call import VMAP_ERRORS, Repeated, SampleCall, floating
@@ -61,14 +64,18 @@ class Tap(torch.autograd.Function):
         saved, count = ctx.saved_tensors, sum(call.taps)
         outputs, others = saved[:count], saved[count:]
         inputs, numbers = others[: len(call.axes)], others[len(call.axes) + rule.size :]
-        own = [e for e, has_samples in zip(errors, call.taps, strict=True) if has_samples]
-        if sum(e is not None for e in own) < sum(e is not None for e in errors):
+        if any(e is not None and not tap for e, tap in zip(errors, call.taps, strict=True)):
             raise RuntimeError(
                 f"{rule.described}: an output without an axis of samples is part of the loss, so "
                 "that gradients cannot be told apart; return one value for each sample"
             )
-        known = [torch.zeros_like(y) if e is None else e for y, e in zip(outputs, own, strict=True)]
-        ctx.deliver(*rule.gradients(ctx.site, call, known, inputs, outputs, numbers))
+        own = [e for e, has_samples in zip(errors, call.taps, strict=True) if has_samples]
+        # Outputs that the loss does not depend on may mix samples: similarities of a batch.
+        known = [(e, y) for e, y in zip(own, outputs, strict=True) if e is not None]
+        if known:
+            call = replace(call, taps=tuple(e is not None for e in errors))
+            reached, met = zip(*known, strict=True)
+            ctx.deliver(*rule.gradients(ctx.site, call, reached, inputs, met, numbers))
         return (None, None, None, None, *errors, *(None for _ in others))
 
 
@@ -104,6 +111,9 @@ class Fallback:
         leaves, structure = tree_flatten((args, kwargs))
         positions = tuple(k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         inputs = [leaves[k] for k in positions]
+        constants = tuple(
+            None if isinstance(x, Tensor) else as_it_is(x) if is_cache(x) else x for x in leaves
+        )
         buffers = list(self._module.buffers())
         versions, states = _versions(inputs), _versions(buffers)
         parameters = self._slots.values()
@@ -131,7 +141,7 @@ class Fallback:
             self._slots,
             plain,
             structure,
-            tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+            constants,
             positions,
             self._axes(positions, inputs, batch),
             tuple(y.dim() > 0 and y.shape[0] == batch for y in outputs),
@@ -153,7 +163,9 @@ class Fallback:
 
     def _check_types(self, results: Sequence[Any]) -> None:
         for leaf in results:
-            if leaf is not None and not isinstance(leaf, Tensor | bool | int | float | str):
+            if is_cache(leaf):
+                guard(leaf, self.described)
+            elif leaf is not None and not isinstance(leaf, Tensor | bool | int | float | str):
                 raise Unsupported(
                     f"{self.described}: it returns a {type(leaf).__name__}, inside of which "
                     "tensors cannot be followed; return tensors, tuples, lists or dicts"
@@ -177,13 +189,9 @@ class Fallback:
             return tuple(p.new_zeros(0, *p.shape) for p in self._slots.values())
         with site.paused():
             if self.flops is None:
-                # Imported here because it brings triton along.
-                from torch.utils.flop_counter import FlopCounterMode
-
-                counter = FlopCounterMode(display=False)
-                with unchanged_buffers(self.described, self._module), counter:
+                with unchanged_buffers(self.described, self._module), Flops() as counted:
                     again, gradients = self._repeated(call, errors, inputs, numbers)
-                self.flops = counter.get_total_flops()
+                self.flops = counted.total
             else:
                 again, gradients = self._repeated(call, errors, inputs, numbers)
         if not agree(again, outputs):

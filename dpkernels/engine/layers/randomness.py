@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,7 +40,8 @@ class Randomness(TorchFunctionMode):
         if func is functional.scaled_dot_product_attention:
             return self._attention(func, *args, **kwargs)
         if func in _DRAWS:
-            size = func(*args, **{**kwargs, "device": "meta", "generator": None}).shape
+            with torch._C.DisableTorchFunction():
+                size = func(*args, **{**kwargs, "device": "meta", "generator": None}).shape
             return self.drawn(size, lambda: func(*args, **kwargs))
         return func(*args, **kwargs)
 
@@ -88,16 +89,29 @@ class Randomness(TorchFunctionMode):
 
 
 class Recorded(Randomness):
-    """Keeps what is drawn."""
+    """Keeps what is drawn; so do others around it, of which torch asks the innermost alone."""
+
+    _around: ClassVar[list[Recorded]] = []
 
     def __init__(self) -> None:
         super().__init__()
         self.numbers: list[Tensor] = []
 
+    def __enter__(self) -> Recorded:
+        self._around.append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._around.remove(self)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
     def drawn(self, size: torch.Size, draw: Callable[[], Tensor]) -> Tensor:
         """Draw, and keep a copy, because what follows may change it in place."""
-        found = draw()
-        self.numbers.append(found.clone())
+        with torch._C.DisableTorchFunction():
+            found = draw()
+            for recorded in self._around:
+                recorded.numbers.append(found.clone())
         return found
 
 

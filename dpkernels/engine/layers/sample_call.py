@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.func import vjp, vmap
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
+from dpkernels.engine.layers.caches import as_it_is, is_cache
 from dpkernels.engine.layers.randomness import Replayed
 from dpkernels.engine.layers.slots import Slots
 
@@ -29,7 +30,8 @@ class SampleCall:
     slots: the parameters whose gradients are wanted. plain: the module's forward pass.
     structure, constants: its arguments without the tensors, which are at ``positions``; axes: 0 for
     those with an axis of samples, else None.
-    taps: for each floating output whether it has an axis of samples.
+    taps: for each floating output whether it has an axis of samples; in the backward pass, whether
+    it has errors.
     autocast: device, whether it is on, and its dtype, as in the forward pass.
     """
 
@@ -88,6 +90,12 @@ class SampleCall:
                 torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False),
             ):
                 outputs = self._outputs(parameters, own, _replayed(numbers, i, batch))
+            for y, e in zip(outputs, errors, strict=True):
+                if y.shape != e.shape[1:]:
+                    raise RuntimeError(
+                        f"a sample alone gives an output {list(y.shape)}, in the batch "
+                        f"{list(e.shape[1:])}: the module mixes samples"
+                    )
             followed = [k for k, y in enumerate(outputs) if y.requires_grad]
             gradients = [torch.zeros_like(p) for p in parameters]
             if followed:
@@ -114,7 +122,7 @@ class SampleCall:
         replayed: AbstractContextManager[Any],
     ) -> tuple[Tensor, ...]:
         """Return the outputs of one sample, from inputs without the axis of samples."""
-        leaves = list(self.constants)
+        leaves = [as_it_is(x) if is_cache(x) else x for x in self.constants]
         for position, x, axis in zip(self.positions, inputs, self.axes, strict=True):
             leaves[position] = x if axis is None else x.unsqueeze(0)
         args, kwargs = tree_unflatten(leaves, self.structure)

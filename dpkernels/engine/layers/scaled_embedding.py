@@ -1,9 +1,8 @@
-"""Embeddings with a forward pass of their own around ``nn.Embedding``'s: scaled ones, mostly."""
+"""Embeddings with a forward pass of their own around ``nn.Embedding``'s."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,29 +10,30 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from dpkernels.engine.capture import Site
-from dpkernels.engine.layers.embedding import EmbeddingLayer
+from dpkernels.engine.layers.embedding import EmbeddingLayer, captured_embedding
 
 
 def wraps_embedding(module: nn.Module) -> bool:
-    """Return whether the module takes indices alone and calls ``nn.Embedding``'s forward pass.
+    """Return whether the module calls ``nn.Embedding``'s forward pass, in one of its own.
 
-    BART and Gemma of transformers multiply what is looked up by a constant like that.
+    In transformers, BART and Gemma multiply what is looked up by a constant, and OPT looks up
+    positions that it makes of its arguments.
     """
     own = type(module).forward
     if not isinstance(module, nn.Embedding) or own is nn.Embedding.forward:
         return False
     code = getattr(own, "__code__", None)
-    if code is None or len(inspect.signature(own).parameters) != 2:
-        return False
-    return {"super", "forward"} <= set(code.co_names)
+    return code is not None and {"super", "forward"} <= set(code.co_names)
 
 
-class _LookUps(TorchFunctionMode):
-    """Sends look-ups in one table through a function."""
+class LookUps(TorchFunctionMode):
+    """Sends look-ups in some tables through a function of indices and table."""
 
-    def __init__(self, weight: Tensor, look_up: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, weights: Iterable[Tensor], look_up: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
         super().__init__()
-        self._weight, self._look_up = weight, look_up
+        self._weights, self._look_up = list(weights), look_up
 
     def __torch_function__(
         self,
@@ -43,8 +43,8 @@ class _LookUps(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Compute ``func``, or the look-up in its place."""
-        if func is functional.embedding and len(args) > 1 and args[1] is self._weight:
-            return self._look_up(args[0])
+        if func is functional.embedding and any(args[1] is weight for weight in self._weights):
+            return self._look_up(args[0], args[1])
         return func(*args, **(kwargs or {}))
 
 
@@ -53,16 +53,30 @@ class WrappedEmbeddingLayer(EmbeddingLayer):
 
     If the module uses its table in another way as well, autograd has a gradient for it, which is
     refused in the backward pass.
+
+    positions: whether indices are shared by all samples, ``[T]`` or ``[1, T]``, so that they are
+    looked up for each sample. ``Lifting`` finds that out.
     """
 
     rule = "embedding"
+    positions = False
 
     def forward(self, site: Site, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the module's output."""
-        look_up = super().forward
 
-        def captured(indices: Tensor) -> Tensor:
-            return look_up(site, plain, indices)
+        def captured(indices: Tensor, weight: Tensor) -> Tensor:
+            if self.positions and site.batch is not None:
+                indices = for_each_sample(indices, site.batch)
+            return captured_embedding(indices, weight, site)
 
-        with _LookUps(self.module.weight, captured):
+        with LookUps([self.module.weight], captured):
             return plain(*args, **kwargs)
+
+    def note_input(self, shape: Sequence[int], shared: bool, batch: int) -> None:
+        """Learn nothing: arguments of the module need not be indices."""
+
+
+def for_each_sample(indices: Tensor, batch: int) -> Tensor:
+    """Return indices ``[T]`` or ``[1, ...]`` as ``[batch, ...]``."""
+    shape = indices.shape if indices.dim() == 1 else indices.shape[1:]
+    return indices.expand(batch, *shape)

@@ -26,6 +26,13 @@ class Slots:
         split = [path.rpartition(".") for path in paths]
         return cls((module.get_submodule(owner), name) for owner, _, name in split)
 
+    @classmethod
+    def joined(cls, several: Iterable[Slots]) -> Slots:
+        """Return the places of all of them, one after the other."""
+        slots = cls(())
+        slots._places = [place for one in several for place in one._places]
+        return slots
+
     def values(self) -> list[Tensor]:
         """Return the parameters as the modules have them now: of shards, the whole."""
         return [slots[name] for slots, name in self._places]
