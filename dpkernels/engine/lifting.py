@@ -230,11 +230,12 @@ class _Look:
         """Return whether an embedding is given what it may look up for each sample."""
         if not isinstance(layer, EmbeddingLayer) or isinstance(layer, EmbeddingBagLayer):
             return False
-        shapes = [
-            two.inputs[0] for _, two in self._pairs(layer.module) if two is not None and two.inputs
-        ]
-        return not self._strays(layer) and all(
-            len(shape) == 1 or (len(shape) > 1 and shape[0] == 1) for shape in shapes
+        # Of the same shape for one sample and for two: no axis of it holds samples.
+        one, two = (run.looked_up.get(layer.module, []) for run in (self._one, self._two))
+        return (
+            not self._strays(layer)
+            and one == two
+            and all(len(shape) == 1 or shape[:1] == (1,) for shape in one)
         )
 
     def around(self, layer: Layer) -> nn.Module | None:

@@ -80,6 +80,9 @@ def layers_of(model: nn.Module) -> list[Layer]:
 
 
 def _layer_of(name: str, module: nn.Module, trained: dict[str, nn.Parameter]) -> Layer:
+    if parametrize.is_parametrized(module):
+        # Its weight is computed in every call, from what is trained.
+        return BareLayer(name, module, trained)
     for kind, rule in _RULES.items():
         # A subclass with a forward pass of its own is another layer.
         if isinstance(module, kind) and type(module).forward is kind.forward:
@@ -161,10 +164,13 @@ def _check_module(name: str, module: nn.Module) -> None:
             f"{described} keeps running averages of the data, which would leave with the model "
             "without noise; build it with track_running_stats=False"
         )
-    if parametrize.is_parametrized(module):
+    if isinstance(module, nn.RNNBase | nn.MultiheadAttention) and any(
+        map(parametrize.is_parametrized, module.modules())
+    ):
         raise Unsupported(
-            f"{described} computes its weight from other parameters (torch.nn.utils.parametrize), "
-            "which no rule covers; remove_parametrizations(module, name) makes it a plain one"
+            f"{described} takes its weights as they are, but torch.nn.utils.parametrize computes "
+            "one of them from other parameters, which no rule covers; "
+            "remove_parametrizations(module, name) makes it a plain one"
         )
     if (
         isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)

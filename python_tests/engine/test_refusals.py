@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import dpkernels
 from dpkernels.engine import Unsupported
@@ -12,20 +13,15 @@ from python_tests.engine.models import made
 from python_tests.engine.oracle import private, square
 
 
-class Direct(nn.Module):
-    """Uses the weight of a layer without calling the layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(5, 5)
-
-    def forward(self, x):
-        return self.layer(x) + nn.functional.linear(x, self.layer.weight)
-
-
 def old_weight_norm(module, name="weight"):
     with pytest.warns(FutureWarning, match="deprecated"):
         return nn.utils.weight_norm(module, name)
+
+
+def normed_projection():
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    weight_norm(attention.out_proj)
+    return attention
 
 
 @pytest.mark.parametrize(
@@ -38,7 +34,8 @@ def old_weight_norm(module, name="weight"):
         (nn.Embedding(3, 2, sparse=True), "sparse shows"),
         (nn.Embedding(3, 2, scale_grad_by_freq=True), "scale_grad_by_freq divides"),
         (nn.EmbeddingBag(3, 2, mode="max"), "'sum' or 'mean'"),
-        (nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), "remove_parametrizations"),
+        (weight_norm(nn.GRU(3, 3), "weight_hh_l0"), "remove_parametrizations"),
+        (normed_projection(), "remove_parametrizations"),
         (old_weight_norm(nn.Linear(3, 3)), "weight_g, weight_v"),
         (old_weight_norm(nn.LSTM(3, 3), "weight_hh_l0"), "weight_hh_l0_g"),
         (nn.LazyLinear(3), "call the model once"),

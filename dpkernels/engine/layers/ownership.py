@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from dpkernels.engine.layers.bare import BareLayer
 from dpkernels.engine.layers.layer import Layer
@@ -13,7 +14,12 @@ _CONTAINERS = (nn.ParameterDict, nn.ParameterList)
 
 
 def is_container(module: nn.Module) -> bool:
-    """Return whether the module only keeps parameters, for the module around it."""
+    """Return whether the module only keeps parameters, for the module around it.
+
+    So does that of ``torch.nn.utils.parametrize``, whose module computes a weight from them.
+    """
+    if isinstance(module, parametrize.ParametrizationList):
+        return True
     return isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward
 
 
@@ -25,7 +31,11 @@ def contained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """
     if isinstance(module, nn.Sequential) or type(module).forward is nn.Module.forward:
         return
-    for name, child in module.named_children():
+    children = dict(module.named_children())
+    if parametrize.is_parametrized(module):
+        kept = children.pop("parametrizations")
+        children |= {f"parametrizations.{name}": child for name, child in kept.named_children()}
+    for name, child in children.items():
         if is_container(child):
             for path, parameter in child.named_parameters(name):
                 if parameter.requires_grad:
