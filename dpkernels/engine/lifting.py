@@ -41,6 +41,8 @@ from dpkernels.engine.sharding import fsdp_modules
 # Of one call of a layer: errors of its output when one sample's outputs are differentiated, and
 # when the other's are; None if the outputs do not depend on it.
 Errors = tuple[Tensor | None, Tensor | None]
+# Of an output that is not a tensor: there may be some.
+_UNKNOWN = torch.empty(0)
 
 
 class Lifting:
@@ -121,7 +123,7 @@ class Lifting:
         self, forward: Callable[..., Any], small: tuple[Any, Any], layers: Sequence[Layer]
     ) -> dict[nn.Module, list[Errors]]:
         """Return errors of every call of the layers, in a run of two samples."""
-        outputs: list[tuple[nn.Module, Tensor]] = []
+        outputs: list[tuple[nn.Module, Any]] = []
         repeating = False
 
         def keep(module: nn.Module, _: Any, output: Any) -> Any:
@@ -129,8 +131,7 @@ class Lifting:
                 # A view that is changed in place afterwards would lose its place in the graph.
                 output = output.clone()
             if not repeating:
-                followed = isinstance(output, Tensor) and output.requires_grad
-                outputs.append((module, output if followed else torch.empty(0)))
+                outputs.append((module, output))
             return output
 
         handles = [layer.module.register_forward_hook(keep) for layer in layers]
@@ -138,13 +139,16 @@ class Lifting:
             with torch.enable_grad():
                 results = tree_leaves(forward(*small[0], **small[1]))
                 repeating = True  # what checkpoints left out, in the backward pass
-                followed = [y for _, y in outputs if y.requires_grad]
+                followed = [y for _, y in outputs if isinstance(y, Tensor) and y.requires_grad]
                 by_sample = [iter(_gradients(results, i, followed)) for i in range(2)]
         finally:
             for handle in handles:
                 handle.remove()
         errors: dict[nn.Module, list[Errors]] = {layer.module: [] for layer in layers}
         for module, y in outputs:
+            if not isinstance(y, Tensor):
+                errors[module].append((_UNKNOWN, _UNKNOWN))
+                continue
             first, second = (next(one) if y.requires_grad else None for one in by_sample)
             errors[module].append((first, second))
         return errors
@@ -280,7 +284,7 @@ class _Look:
                     "cache, pass use_cache=False)"
                 )
             if not _is_given_samples(one, two):
-                return "is given no tensor with samples as its first axis"
+                return "is given no tensor with samples as its first axis, or windows of them"
             if not two.outputs or {1} != set(map(windows, one.outputs, two.outputs)):
                 return "returns a tensor without samples as its first axis"
         return None
@@ -327,7 +331,9 @@ def _rows(layer: Layer, one: Call | None, two: Call | None) -> int:
 
 
 def _is_given_samples(one: Call, two: Call) -> bool:
-    return 1 in map(windows, one.inputs, two.inputs)
+    """Return whether inputs have samples first, or do not depend on how many there are."""
+    found = set(map(windows, one.inputs, two.inputs))
+    return 1 in found and found <= {0, 1}
 
 
 def _is_one(one: torch.Size, two: torch.Size) -> bool:
