@@ -7,13 +7,18 @@
 ``cpu``   the C++ kernels.
 ``cuda``  the C++ and CUDA kernels, for the architectures in ``TORCH_CUDA_ARCH_LIST``.
 ``none``  nothing: every operation is served by its plain-PyTorch reference.
+
+``DPKERNELS_WERROR=1`` makes compiler warnings errors. It is for CI: a compiler newer than ours may
+warn of what ours does not, and an installation must not fail on that.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,14 +45,29 @@ class Build:
     reason: str
 
 
+@dataclass(frozen=True)
+class Toolkit:
+    """A CUDA toolkit as its nvcc describes it: its folder, its version, what nvcc searches."""
+
+    home: str
+    version: str
+    include_dirs: tuple[str, ...]
+    library_dirs: tuple[str, ...]
+
+
 def choose_build(
-    requested: str, compiler: str | None, nvcc: str | None, torch_cuda: str | None
+    requested: str,
+    compiler: str | None,
+    nvcc: str | None,
+    torch_cuda: str | None,
+    nvcc_cuda: str | None = None,
 ) -> Build:
     """Return what to compile; raise BuildError if what was asked for cannot be.
 
     requested: the value of ``DPKERNELS_BUILD``.
     compiler, nvcc: the C++ and the CUDA compiler, or None where there is none.
     torch_cuda: the CUDA version that torch was built with, or None.
+    nvcc_cuda: the CUDA version of nvcc, or None where it is not known.
     """
     if requested not in BUILDS:
         raise BuildError(f"DPKERNELS_BUILD must be one of {', '.join(BUILDS)}, got {requested!r}")
@@ -58,7 +78,7 @@ def choose_build(
         if requested == "auto":
             return Build("none", f"{missing}; every operation will run on its reference")
         raise BuildError(f"DPKERNELS_BUILD={requested}, but {missing}")
-    no_cuda = why_no_cuda(nvcc, torch_cuda)
+    no_cuda = why_no_cuda(nvcc, torch_cuda, nvcc_cuda)
     if requested == "cuda" and no_cuda:
         raise BuildError(f"DPKERNELS_BUILD=cuda, but {no_cuda}")
     if requested == "cpu" or no_cuda:
@@ -66,12 +86,19 @@ def choose_build(
     return Build("cuda", f"{nvcc} and torch's CUDA {torch_cuda} are there")
 
 
-def why_no_cuda(nvcc: str | None, torch_cuda: str | None) -> str | None:
+def why_no_cuda(
+    nvcc: str | None, torch_cuda: str | None, nvcc_cuda: str | None = None
+) -> str | None:
     """Return the reason why CUDA kernels cannot be compiled, or None if they can."""
     if torch_cuda is None:
         return "the installed torch is not a CUDA build"
     if nvcc is None:
         return "there is no nvcc: install the CUDA toolkit, put nvcc on PATH or set CUDA_HOME"
+    if nvcc_cuda is not None and nvcc_cuda.split(".")[0] != torch_cuda.split(".")[0]:
+        return (
+            f"{nvcc} is of CUDA {nvcc_cuda} and torch of CUDA {torch_cuda}: install a toolkit of "
+            "torch's major version"
+        )
     return None
 
 
@@ -87,6 +114,35 @@ def find_nvcc(environment: Mapping[str, str], cuda_home: str | None) -> str | No
     if cuda_home is not None and (found := shutil.which(str(Path(cuda_home, "bin", "nvcc")))):
         return found
     return shutil.which("nvcc", path=environment.get("PATH", os.defpath))
+
+
+def describe_toolkit(nvcc: str) -> Toolkit | None:
+    """Return what nvcc says of its toolkit, or None if it says nothing.
+
+    The folder above nvcc's need not be it: nvcc on PATH may be a script or a distribution's wrapper
+    in a folder of its own, and then the host compiler would not find ``cuda_runtime.h`` there.
+    """
+    run = subprocess.run(
+        [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True
+    )
+    variables = dict(re.findall(r"^#\$ (\w+)=(.*)$", run.stderr, re.MULTILINE))
+    version = re.search(r"CUDACC_VER_MAJOR__=(\d+).*CUDACC_VER_MINOR__=(\d+)", run.stderr)
+    if run.returncode or "TOP" not in variables or version is None:
+        return None
+    # A folder that every compiler searches anyway must not move to the front of its list.
+    usual = {"/usr/include", "/usr/local/include"}
+
+    def folders(*names: str) -> tuple[str, ...]:
+        words = [word for name in names for word in shlex.split(variables.get(name, ""))]
+        paths = (os.path.realpath(re.sub("^-[IL]", "", word)) for word in words)
+        return tuple(path for path in paths if os.path.isdir(path) and path not in usual)
+
+    return Toolkit(
+        home=os.path.realpath(variables["TOP"]),
+        version=f"{version[1]}.{version[2]}",
+        include_dirs=folders("INCLUDES", "SYSTEM_INCLUDES"),
+        library_dirs=folders("LIBRARIES"),
+    )
 
 
 def cuda_archs(environment: Mapping[str, str], torch_cuda: str) -> str:
@@ -111,17 +167,24 @@ def openmp_flags(parallel_info: str, compiler_is_gcc: bool) -> list[str]:
     return ["-fopenmp"] if uses_openmp and compiler_is_gcc else []
 
 
+def warning_flags(environment: Mapping[str, str]) -> list[str]:
+    """Return the compilers' warnings: errors only where ``DPKERNELS_WERROR=1`` asks for that."""
+    fatal = environment.get("DPKERNELS_WERROR") == "1"
+    return ["-Wall", "-Wextra", *(["-Werror"] if fatal else [])]
+
+
 def sources(*suffixes: str) -> list[str]:
     """Return the files under ``csrc`` with these suffixes, relative to the project."""
     found = (p for p in (ROOT / "csrc").rglob("*") if p.suffix in suffixes)
     return sorted(str(p.relative_to(ROOT)) for p in found)
 
 
-def make_extension(compiler: str, cuda: str | None) -> Extension:
+def make_extension(compiler: str, cuda: str | None, toolkit: Toolkit | None = None) -> Extension:
     """Return ``dpkernels._C`` as setuptools takes it.
 
     compiler: the C++ compiler's command.
     cuda: the CUDA version to compile for, or None for a build without.
+    toolkit: where nvcc and its headers are; None for where torch looks for them.
     """
     import torch
     from torch.utils import cpp_extension
@@ -132,7 +195,7 @@ def make_extension(compiler: str, cuda: str | None) -> Extension:
     # at run time, and NaN and infinity must be seen. C++20 is what torch's headers are built for.
     # -g0 undoes the -g that Python was built with: most of the binary would be debug information.
     common = ["-O3", "-std=c++20"]
-    warnings = ["-Wall", "-Wextra", "-Werror"]
+    warnings = warning_flags(os.environ)
     is_gcc = cpp_extension.check_compiler_is_gcc(compiler)
     cxx = [*common, "-g0", *warnings, "-fno-math-errno", "-fvisibility=hidden"]
     cxx += openmp_flags(torch.__config__.parallel_info(), is_gcc)
@@ -148,8 +211,13 @@ def make_extension(compiler: str, cuda: str | None) -> Extension:
         flags["nvcc"] = [*common, "-lineinfo", f"--compiler-options={host_flags}"]
         files += sources(".cu")
         make = cpp_extension.CUDAExtension
+        if toolkit is not None:
+            cpp_extension.CUDA_HOME = toolkit.home
     extension = make("dpkernels._C", files, define_macros=macros, extra_compile_args=flags)
-    # Other people's headers come in as system headers: -Werror is about ours.
+    if cuda is not None and toolkit is not None:
+        extension.include_dirs += toolkit.include_dirs
+        extension.library_dirs += toolkit.library_dirs
+    # Other people's headers come in as system headers: warnings are about ours.
     for kind in flags.values():
         for path in extension.include_dirs:
             kind += ["-isystem", path]
@@ -193,7 +261,7 @@ def compiled_parts() -> tuple[list[Extension], dict[str, type]]:
     """Return the extension modules and the commands that build them."""
     requested = os.environ.get("DPKERNELS_BUILD") or "auto"
     try:
-        build = _choose_for_this_machine(requested)
+        build, toolkit = _choose_for_this_machine(requested)
     except BuildError as error:
         raise SystemExit(f"dpkernels: {error}") from None
     doing = {"none": "nothing", "cpu": "for the CPU", "cuda": "for the CPU and CUDA"}[build.kind]
@@ -209,7 +277,8 @@ def compiled_parts() -> tuple[list[Extension], dict[str, type]]:
     # What torch compiles with; setuptools links with the same then.
     os.environ["CXX"] = compiler
     _put_ninja_on_path()
-    extension = make_extension(compiler, torch.version.cuda if build.kind == "cuda" else None)
+    cuda = torch.version.cuda if build.kind == "cuda" else None
+    extension = make_extension(compiler, cuda, toolkit)
 
     class BuildIncrementally(BuildExtension):
         """Keep the object files in one place, so that ninja compiles only what changed.
@@ -224,9 +293,9 @@ def compiled_parts() -> tuple[list[Extension], dict[str, type]]:
     return [extension], {"build_ext": BuildIncrementally}
 
 
-def _choose_for_this_machine(requested: str) -> Build:
+def _choose_for_this_machine(requested: str) -> tuple[Build, Toolkit | None]:
     if requested == "none":
-        return choose_build(requested, None, None, None)
+        return choose_build(requested, None, None, None), None
     try:
         import torch
         from torch.utils.cpp_extension import CUDA_HOME
@@ -236,7 +305,12 @@ def _choose_for_this_machine(requested: str) -> Build:
             "torch first, then pip install --no-build-isolation; or set DPKERNELS_BUILD=none"
         ) from None
     nvcc = find_nvcc(os.environ, CUDA_HOME)
-    return choose_build(requested, find_compiler(os.environ), nvcc, torch.version.cuda)
+    toolkit = None
+    if nvcc is not None and torch.version.cuda is not None:
+        toolkit = describe_toolkit(nvcc)
+    version = None if toolkit is None else toolkit.version
+    compiler = find_compiler(os.environ)
+    return choose_build(requested, compiler, nvcc, torch.version.cuda, version), toolkit
 
 
 def _put_ninja_on_path() -> None:

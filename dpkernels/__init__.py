@@ -9,6 +9,7 @@ from dpkernels.engine import (
     Unsupported,
     batch_norm_to_group_norm,
     clipping,
+    make_plain,
     make_private,
 )
 from dpkernels.native import include_paths, kernel_sources
@@ -33,6 +34,7 @@ __all__ = [
     "explain",
     "include_paths",
     "kernel_sources",
+    "make_plain",
     "make_private",
     "ops",
     "postprocess",

@@ -12,21 +12,12 @@ os.environ.pop("DPKERNELS_BACKEND", None)
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 import dpkernels
 from dpkernels import backend as backends
+from python_tests import hypothesis_profiles
 
-# Fixtures here set a backend or a thread count, which is the same for every example. The examples
-# are the same in every run: what fails for one fails for all.
-settings.register_profile(
-    "dpkernels",
-    deadline=None,
-    derandomize=True,
-    max_examples=25,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-settings.load_profile("dpkernels")
+hypothesis_profiles.register()
 
 
 def instruction_sets() -> list[str]:

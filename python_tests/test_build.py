@@ -131,6 +131,67 @@ def test_nvcc_is_in_cuda_home_or_on_path(tmp_path):
     assert setup.find_nvcc({"PATH": ""}, str(tmp_path / "elsewhere")) is None
 
 
+@pytest.mark.parametrize("version", ["12.9", "14.0"])
+def test_toolkit_of_another_major_version_is_not_compiled_with(version):
+    chosen = setup.choose_build("auto", "c++", "nvcc", "13.2", version)
+    assert chosen.kind == "cpu"
+    assert f"nvcc is of CUDA {version} and torch of CUDA 13.2" in chosen.reason
+    with pytest.raises(setup.BuildError, match="install a toolkit of torch's major version"):
+        setup.choose_build("cuda", "c++", "nvcc", "13.2", version)
+    assert setup.choose_build("auto", "c++", "nvcc", "13.2", "13.0").kind == "cuda"
+
+
+def nvcc_that_says(folder: Path, *lines: str) -> str:
+    """Write a script that prints, to standard error, what ``nvcc --dryrun`` would."""
+    nvcc = folder / "nvcc"
+    said = "".join(f"#$ {line}\n" for line in lines)
+    nvcc.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{said}END\n")
+    nvcc.chmod(0o755)
+    return str(nvcc)
+
+
+VERSION = "gcc -D__CUDACC_VER_MAJOR__=13 -D__CUDACC_VER_MINOR__=0 -D__CUDACC_VER_BUILD__=88"
+
+
+def test_toolkit_is_where_nvcc_says_and_not_above_it(tmp_path):
+    for name in ("bin", "include/cccl", "lib"):
+        (tmp_path / "toolkit" / name).mkdir(parents=True)
+    top = f"{tmp_path}/toolkit/bin/.."
+    nvcc = nvcc_that_says(
+        tmp_path,
+        f"TOP={top}",
+        f'INCLUDES="-I{top}/include" "-I/usr/include" "-I{top}/nowhere" ',
+        f'SYSTEM_INCLUDES="-isystem" "{top}/include/cccl" ',
+        f'LIBRARIES=  "-L{top}/lib/stubs" "-L{top}/lib"',
+        VERSION,
+    )
+    found = setup.describe_toolkit(nvcc)
+    home = tmp_path / "toolkit"
+    assert found.home == str(home)
+    assert found.version == "13.0"
+    assert found.include_dirs == (str(home / "include"), str(home / "include" / "cccl"))
+    assert found.library_dirs == (str(home / "lib"),)
+
+
+@pytest.mark.parametrize("lines", [(), ("TOP=/x",), (VERSION,)])
+def test_nvcc_that_does_not_describe_its_toolkit_is_left_to_torch(tmp_path, lines):
+    assert setup.describe_toolkit(nvcc_that_says(tmp_path, *lines)) is None
+
+
+def test_host_compiler_is_told_where_the_toolkit_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path / "wrong"))
+    (tmp_path / "lib64").mkdir()
+    toolkit = setup.Toolkit(str(tmp_path), "13.0", ("/toolkit/headers",), ("/toolkit/libraries",))
+    made = setup.make_extension("c++", "13.0", toolkit)
+    for flags in made.extra_compile_args.values():
+        after = [flags[i + 1] for i, flag in enumerate(flags) if flag == "-isystem"]
+        assert {str(tmp_path / "include"), "/toolkit/headers"} <= set(after)
+        assert str(tmp_path / "wrong" / "include") not in after
+    assert "/toolkit/libraries" in made.library_dirs
+    assert str(tmp_path) == cpp_extension.CUDA_HOME
+
+
 def test_cuda_architectures_are_those_asked_for_or_what_the_toolkit_knows():
     assert setup.cuda_archs({"TORCH_CUDA_ARCH_LIST": "8.6 9.0a"}, "13.0") == "8.6;9.0a"
     assert setup.cuda_archs({}, "12.8") == "8.0;9.0;10.0+PTX"
@@ -156,11 +217,41 @@ def test_nvcc_takes_the_flags(monkeypatch, tmp_path):
     assert (tmp_path / "kernel.o").is_file()
 
 
+CUDA_SOURCES = [*ROOT.glob("csrc/**/*.cu"), ROOT / "python_tests" / "gpu" / "noise.cu"]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("source", CUDA_SOURCES, ids=lambda path: path.name)
+def test_no_warning_on_either_pass_of_nvcc(monkeypatch, tmp_path, source):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    monkeypatch.setenv("DPKERNELS_WERROR", "1")
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
+    flags = setup.make_extension("c++", "13.0").extra_compile_args["nvcc"]
+    command = ["nvcc", *flags, "-Werror=all-warnings", "-arch=sm_90", f"-I{ROOT / 'csrc'}"]
+    # Compiled whole, as the extension is: -cubin would leave the host's pass out.
+    command += ["-c", str(source), "-o", str(tmp_path / "object.o")]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
 def test_binary_is_for_any_x86_64_and_keeps_nan():
     made = setup.make_extension("c++", None)
     flags = made.extra_compile_args["cxx"]
     assert not re.search("-m(arch|tune|cpu|avx)|-Ofast|fast-math", " ".join(flags))
-    assert "-Werror" in flags
+
+
+@pytest.mark.parametrize("cuda", [None, "13.0"])
+def test_warnings_are_errors_only_where_ci_asks_for_it(monkeypatch, tmp_path, cuda):
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    for value, fatal in ((None, False), ("", False), ("0", False), ("1", True)):
+        if value is None:
+            monkeypatch.delenv("DPKERNELS_WERROR", raising=False)
+        else:
+            monkeypatch.setenv("DPKERNELS_WERROR", value)
+        for flags in setup.make_extension("c++", cuda).extra_compile_args.values():
+            assert "-Wall" in " ".join(flags)
+            assert ("-Werror" in " ".join(flags)) == fatal
 
 
 def test_openmp_comes_from_torch_and_is_not_linked():

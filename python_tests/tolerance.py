@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from dpkernels.ops.ghost.rounding import sum_error, sum_limit
+
 
 def assert_as_accurate(actual: Tensor, plain: Tensor, exact: Tensor) -> None:
     """Assert that ``actual`` errs at most twice as much as ``plain``, plus one ulp of the scale.
@@ -59,19 +61,23 @@ def assert_never_low(
 ) -> None:
     """Assert the contract of ghost norms: never low by more than 1e-7, nor high beyond a limit.
 
-    ``norm (1 - 1e-7) <= sqrt(sq_norms) <= norm (1 + limit)``.
+    ``norm (1 - 1e-7) <= sqrt(sq_norms) <= norm (1 + limit) + of_sum``.
 
     sq_norms: what is tested, float64 ``[B]``; exact: the true squares, finite.
     positions: that a sample's gradient adds up. The limit is ``max(5e-5, 1e-5 sqrt(positions))``,
         or 1e-8 for inputs of ``dtype`` float64.
     terms: ``[B]``, sums of the terms' lengths. What float64 rounds of them, ``(200 + 2 positions)``
-        times 2^-53, comes on top, and what sums in float32 do, 2^-24 times the root of positions.
+        times 2^-53, comes on top, and so does what sums in float32 may round, the bound of
+        ``sum_error``: as far as that is within ``sum_limit`` of the norm, and not beyond.
     """
     assert sq_norms.dtype == exact.dtype == torch.float64 and sq_norms.shape == exact.shape
     norms, truth = sq_norms.sqrt(), exact.sqrt()
+    most = sum_limit(positions)
     limit = 1e-8 if dtype == torch.float64 else max(5e-5, 1e-5 * math.sqrt(positions))
-    of_sum = 0.0 if dtype == torch.float64 else 2.0**-24 * math.sqrt(positions)
-    rest = ((200 + 2 * positions) * 2.0**-53 + of_sum) * terms
+    of_sum = torch.zeros_like(terms)
+    if dtype != torch.float64:
+        of_sum = torch.minimum(sum_error(torch.float32, positions) * terms, most * norms)
+    rest = (200 + 2 * positions) * 2.0**-53 * terms + of_sum
     low, high = truth * (1 - 1e-7) - norms, norms - truth * (1 + limit) - rest
     assert (low <= 0).all(), f"low by {(1 - norms / truth).max().item():.3g}"
     assert (high <= 0).all(), f"high by {(norms / truth - 1).max().item():.3g}, limit {limit:.3g}"

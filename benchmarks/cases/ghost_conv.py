@@ -26,7 +26,7 @@ from torch.nn.functional import unfold
 
 from benchmarks.registry import Case, Form, Inputs, Outputs, Target, poisoned
 from dpkernels.ops.ghost import conv_clip_and_sum, conv_plan
-from dpkernels.ops.ghost.rounding import norm_limit
+from dpkernels.ops.ghost.rounding import norm_limit, sum_limit
 
 UNFOLD = "unfold, bmm"
 
@@ -109,7 +109,7 @@ def _case(layer: Layer, target: Target) -> Case:
         plain=_plain_forms(layer),
         truth=functools.partial(_truth, layer),
         # Of squares, twice as much as of norms.
-        raised=2 * norm_limit(torch.float32, layer.positions),
+        raised=2 * (norm_limit(torch.float32, layer.positions) + sum_limit(layer.positions)),
         target=target,
     )
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.registry import Case, Form, Inputs, Outputs, Target, poisoned
 from dpkernels.ops.factor import Full
 from dpkernels.ops.ghost import linear_clip_and_sum, linear_norms
-from dpkernels.ops.ghost.rounding import norm_limit
+from dpkernels.ops.ghost.rounding import norm_limit, sum_limit
 
 TWO_BMM = "two bmm and a product"
 PLAIN_RANK_ONE = "transform, norms, product"
@@ -139,7 +139,7 @@ def _norms(
         plain=_norm_forms(),
         truth=lambda inputs: [_exact_sq_norms(*inputs)],
         # Of squares, twice as much as of norms.
-        raised=2 * norm_limit(torch.float32, positions),
+        raised=2 * (norm_limit(torch.float32, positions) + sum_limit(positions)),
         target=target or Target(),
     )
 
@@ -217,7 +217,7 @@ def _norms_and_sum(batch: int, positions: int, inputs: int, outputs: int) -> Cas
             ),
         ),
         truth=truth,
-        raised=norm_limit(torch.float32, positions),
+        raised=norm_limit(torch.float32, positions) + sum_limit(positions),
     )
 
 
@@ -228,7 +228,7 @@ def _weighted_sum(batch: int, positions: int, inputs: int, outputs: int) -> Case
 
     def ours(a: Tensor, d: Tensor, c: Tensor, out: Tensor) -> Outputs:
         run = torch.ops.dpkernels.ghost_linear_weighted_sum_
-        run(out, None, a, d, c, False)
+        run(out, None, a, d, c, None, False)
         return [out]
 
     def with_out(tensors: Inputs) -> tuple[Tensor, ...]:

@@ -228,7 +228,9 @@ ENCODERS = [
         n_head=2,
         d_inner=24,
     ),
-    _encoder("I-BERT, classification", "IBert", "ForSequenceClassification"),
+    _encoder(
+        "I-BERT, classification", "IBert", "ForSequenceClassification", "writes to this tensor"
+    ),
     _encoder(
         "Nystromformer, masked language model",
         "Nystromformer",

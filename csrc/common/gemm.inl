@@ -7,6 +7,10 @@
 // Rows of a tile: with two vectors of columns, its sums take 12 of 16 registers (28 of 32).
 constexpr int kTileRows = DPK_VECTOR_BYTES == 64 ? 14 : 6;
 
+// Products are added up in chains of so many, and the chains one after the other: what rounding
+// takes of a long sum grows with the chain (ghost/rounding.h), not with the sum.
+constexpr int64_t kGemmChain = 64;
+
 template <class T>
 struct GemmSizes {
   typedef T V __attribute__((vector_size(DPK_VECTOR_BYTES)));
@@ -22,6 +26,10 @@ struct TileRows {
   DPK_INLINE TileRows(const T* a, int64_t stride, int64_t rows) {
 #pragma GCC unroll 14
     for (int r = 0; r < Rows; ++r) at[r] = a + (Step > 1 || r < rows ? r : rows - 1) * stride;
+  }
+  DPK_INLINE void skip(int64_t k) {
+#pragma GCC unroll 14
+    for (int r = 0; r < Rows; ++r) at[r] += k * Step;
   }
 };
 
@@ -149,7 +157,19 @@ inline void multiply_tile(int64_t k, const T* a, int64_t a_stride, const T* b, T
 #pragma GCC unroll 14
     for (int r = 0; r < Rows; ++r) __builtin_prefetch(c + r * ldc, 1);
   }
-  multiply_panels<Rows, Step, T>(k, {a, a_stride, rows}, b, tile);
+  TileRows<Rows, Step, T> left(a, a_stride, rows);
+  multiply_panels<Rows, Step, T>(k < kGemmChain ? k : kGemmChain, left, b, tile);
+  for (int64_t p = kGemmChain; p < k; p += kGemmChain) {
+    typename GemmSizes<T>::V next[kTileRows][2];
+    left.skip(kGemmChain);
+    b += kGemmChain * GemmSizes<T>::kTileCols;
+    multiply_panels<Rows, Step, T>(k - p < kGemmChain ? k - p : kGemmChain, left, b, next);
+#pragma GCC unroll 14
+    for (int r = 0; r < Rows; ++r) {
+      tile[r][0] += next[r][0];
+      tile[r][1] += next[r][1];
+    }
+  }
   store_tile<Rows, T>(tile, c, ldc, rows, cols, accumulate);
 }
 

@@ -7,9 +7,16 @@
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
 #define DPK_HOST_DEVICE __host__ __device__ __forceinline__
-#define DPK_UNROLL_10 _Pragma("unroll")
 #else
 #define DPK_HOST_DEVICE inline __attribute__((always_inline))
+#endif
+// nvcc compiles a file for the device and for the host. On the host pass its front end warns of
+// "GCC unroll", and the host compiler of "unroll".
+#if defined(__CUDA_ARCH__) || defined(__HIPCC__)
+#define DPK_UNROLL_10 _Pragma("unroll")
+#elif defined(__CUDACC__)
+#define DPK_UNROLL_10
+#else
 #define DPK_UNROLL_10 _Pragma("GCC unroll 10")
 #endif
 

@@ -3,11 +3,23 @@
 
 #include <ATen/Parallel.h>
 
+#include <thread>
+#include <vector>
+
 #include "common/executor.h"
 
 namespace dpk {
 
 inline Executor torch_executor() {
+#if defined(DPKERNELS_STD_THREADS)
+  // For the thread sanitizer, which sees the order that starting and joining a thread makes, but
+  // not that of the pool's barriers: the pool's library is not compiled with it.
+  return {at::get_num_threads(), [](int tasks, void (*task)(void*, int), void* context) {
+            std::vector<std::thread> threads;
+            for (int i = 0; i < tasks; ++i) threads.emplace_back(task, context, i);
+            for (std::thread& thread : threads) thread.join();
+          }};
+#else
   // Inside another parallel region at::parallel_for runs its body in the calling thread.
   const int threads = at::in_parallel_region() ? 1 : at::get_num_threads();
   return {threads, [](int tasks, void (*task)(void*, int), void* context) {
@@ -15,6 +27,7 @@ inline Executor torch_executor() {
               for (int64_t i = begin; i < end; ++i) task(context, static_cast<int>(i));
             });
           }};
+#endif
 }
 
 }  // namespace dpk

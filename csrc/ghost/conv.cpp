@@ -232,11 +232,9 @@ class SamplePass {
     const double square = in_double_[0](
         input, errors, grads == nullptr ? nullptr : wide_grads_.data(), bias_sums, terms);
     for (size_t i = 0; i < wide_grads_.size(); ++i) grads[i] = static_cast<T>(wide_grads_[i]);
-    // Gradients that are kept are rounded once, all others in the sum.
-    const double of_sum = sum_error<T>(grads == nullptr ? problem_.shape.positions() : 1);
-    return raised(square,
-                  gradient_error<double>(problem_, layout_, terms.terms) +
-                      (grads == nullptr ? of_sum * terms.terms : of_sum * std::sqrt(square)));
+    // Gradients that are kept are rounded once.
+    const double of_rows = grads == nullptr ? 0.0 : rounding_error<T>(1) * std::sqrt(square);
+    return raised(square, gradient_error<double>(problem_, layout_, terms.terms) + of_rows);
   }
 
   const ConvProblem& problem_;
@@ -274,9 +272,8 @@ void norms_of_samples(const ConvProblem& problem, const Layout& layout,
     }
     // A sum of as many errors as there are positions, in double: their magnitudes add up to no more
     // than the root of so many squares.
-    const double part = rounding_error<double>(shape.positions()) +
-                        (grads == nullptr ? sum_error<T>(shape.positions()) : 0.0);
-    const double bias_error = part * std::sqrt(double(shape.positions()) * terms.error_squares);
+    const double bias_error = rounding_error<double>(shape.positions()) *
+                              std::sqrt(double(shape.positions()) * terms.error_squares);
     if (problem.bias) sq_norm += bias_scale * bias_scale * raised(bias_square, bias_error);
     outputs.sq_norms[b] = sq_norm;
   }

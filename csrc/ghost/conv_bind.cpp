@@ -6,11 +6,13 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <limits>
 #include <string_view>
 #include <tuple>
 #include <vector>
 
+#include "common/torch_convolution.h"
 #include "common/torch_dtype.h"
 #include "common/torch_executor.h"
 #include "ghost/conv.h"
@@ -29,9 +31,10 @@ dpk::ConvShape shape_of(const at::Tensor& x, const at::Tensor& d, at::IntArrayRe
                         x.size(0) == d.size(0) && x.scalar_type() == d.scalar_type(),
                     "activations [B, C, ...] and errors [B, O, ...] must be CPU tensors that share "
                     "B and the dtype");
-  TORCH_CHECK_VALUE(groups >= 1 && x.size(1) % groups == 0 && d.size(1) % groups == 0,
-                    "groups must divide the channels of activations and errors");
+  dpk::check_conv_numbers(kernel, stride, padding, dilation, groups, x.size(1));
+  TORCH_CHECK_VALUE(d.size(1) % groups == 0, "groups must divide the channels of errors");
   dpk::ConvShape shape{x.size(0), x.size(1), d.size(1), groups, {}};
+  dpk::ConvPart planes(x.size(1)), columns(x.size(1)), table(1);
   for (int64_t a = 0; a < 3; ++a) {
     const int64_t i = a - (3 - rank);
     if (i < 0) {
@@ -39,10 +42,16 @@ dpk::ConvShape shape_of(const at::Tensor& x, const at::Tensor& d, at::IntArrayRe
       continue;
     }
     shape.axes[a] = {x.size(i + 2), d.size(i + 2), kernel[i], stride[i], padding[i], dilation[i]};
-    const int64_t room = x.size(i + 2) + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1;
-    TORCH_CHECK_VALUE(kernel[i] >= 1 && stride[i] >= 1 && padding[i] >= 0 && dilation[i] >= 1 &&
-                          room >= 0 && d.size(i + 2) == room / stride[i] + 1,
+    const int64_t padded = x.size(i + 2) + 2 * padding[i];
+    const int64_t room = padded - dilation[i] * (kernel[i] - 1) - 1;
+    TORCH_CHECK_VALUE(room >= 0 && d.size(i + 2) == room / stride[i] + 1,
                       "errors do not have the size that this convolution gives");
+    // A plane is at most one element longer than the padded axis.
+    planes *= padded + 1;
+    planes *= std::min(kernel[i], stride[i]);
+    columns *= kernel[i];
+    table *= kernel[i];
+    table *= d.size(i + 2);
   }
   return shape;
 }

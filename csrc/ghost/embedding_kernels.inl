@@ -52,3 +52,18 @@ void add_weighted_row(const void* row, int64_t n, double weight, void* sum) {
   for (; j + kStep <= n; j += kStep) store(s + j, load_as<V>(s + j) + w * load_row(x + j));
   for (; j < n; ++j) s[j] += w * static_cast<Sum>(to_float(x[j]));
 }
+
+DPK_INLINE void add_rounded(float* s, vd v) {
+  store(s, load_as<vf_half>(s) + __builtin_convertvector(v, vf_half));
+}
+DPK_INLINE void add_rounded(double* s, vd v) { store(s, load_as<vd>(s) + v); }
+
+// sum[j] += weight * row[j], a product in double that is rounded to the type of the sums first.
+template <class Sum>
+void add_rounded_row(const double* row, int64_t n, double weight, void* sum) {
+  constexpr int kStep = kLanes / 2;
+  Sum* s = static_cast<Sum*>(sum);
+  int64_t j = 0;
+  for (; j + kStep <= n; j += kStep) add_rounded(s + j, weight * load_as<vd>(row + j));
+  for (; j < n; ++j) s[j] += static_cast<Sum>(weight * row[j]);
+}

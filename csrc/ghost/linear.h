@@ -34,16 +34,19 @@ enum class LinearFormula {
   materialised,  // the squares of sum over t of d_t a_t^T: 2 positions inputs outputs flops
 };
 
-// sq_norms[b] = |g_b|^2, plus |sum over t of d_bt|^2 if `bias`. Not finite if anything in sample b
-// is not finite.
+// sq_norms[b] = |g_b|^2, plus |sum over t of d_bt|^2 if `bias`, with what their sum may round. Not
+// finite if anything in sample b is not finite. apart[b]: whether terms cancel so far that the
+// sample must not be part of a product in float (sum_limit of ghost/rounding.h).
 void linear_sq_norms(const LinearBatch& batch, bool bias, LinearFormula formula, double* sq_norms,
-                     const Executor& executor);
+                     bool* apart, const Executor& executor);
 
 // out [outputs, inputs] (+)= sum over b of factors[b] g_b, and, unless null, bias_out [outputs]
 // (+)= sum over b, t of factors[b] d_bt w_bt. If `homogeneous`, the last activation is not one of
-// the inputs: it is w. Otherwise w is 1. A sample with the factor zero is not looked at. Factors
+// the inputs: it is w. Otherwise w is 1. A sample with the factor zero is not looked at. What
+// samples with apart[b], unless that is null, add is computed in double and rounded once. Factors
 // and outputs are float (double for f64).
-void linear_weighted_sum(const LinearBatch& batch, const void* factors, bool homogeneous, void* out,
-                         void* bias_out, bool accumulate, const Executor& executor);
+void linear_weighted_sum(const LinearBatch& batch, const void* factors, const bool* apart,
+                         bool homogeneous, void* out, void* bias_out, bool accumulate,
+                         const Executor& executor);
 
 }  // namespace dpk

@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include <optional>
+#include <tuple>
 
 #include "common/torch_dtype.h"
 #include "common/torch_executor.h"
@@ -44,19 +45,22 @@ struct Batch {
   }
 };
 
-at::Tensor ghost_linear_sq_norms(const at::Tensor& activations, const at::Tensor& errors, bool bias,
-                                 bool gram) {
+std::tuple<at::Tensor, at::Tensor> ghost_linear_sq_norms(const at::Tensor& activations,
+                                                         const at::Tensor& errors, bool bias,
+                                                         bool gram) {
   const Batch batch(activations, errors);
   at::Tensor sq_norms = at::empty({batch.view.batch}, at::kDouble);
-  dpk::linear_sq_norms(batch.view, bias,
-                       gram ? dpk::LinearFormula::gram : dpk::LinearFormula::materialised,
-                       sq_norms.mutable_data_ptr<double>(), dpk::torch_executor());
-  return sq_norms;
+  at::Tensor apart = at::empty({batch.view.batch}, at::kBool);
+  dpk::linear_sq_norms(
+      batch.view, bias, gram ? dpk::LinearFormula::gram : dpk::LinearFormula::materialised,
+      sq_norms.mutable_data_ptr<double>(), apart.mutable_data_ptr<bool>(), dpk::torch_executor());
+  return {sq_norms, apart};
 }
 
 void ghost_linear_weighted_sum_(const at::Tensor& out, const std::optional<at::Tensor>& bias_out,
                                 const at::Tensor& activations, const at::Tensor& errors,
-                                const at::Tensor& factors, bool accumulate) {
+                                const at::Tensor& factors, const std::optional<at::Tensor>& apart,
+                                bool accumulate) {
   const Batch batch(activations, errors);
   const at::ScalarType type = activations.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const int64_t outputs = errors.size(2), width = activations.size(2);
@@ -71,12 +75,17 @@ void ghost_linear_weighted_sum_(const at::Tensor& out, const std::optional<at::T
   TORCH_CHECK_VALUE(factors.is_cpu() && factors.dim() == 1 && factors.size(0) == batch.view.batch &&
                         factors.scalar_type() == type,
                     "factors must be [B], of the dtype of out");
+  TORCH_CHECK_VALUE(
+      !apart || (apart->is_cpu() && apart->dim() == 1 && apart->is_contiguous() &&
+                 apart->size(0) == batch.view.batch && apart->scalar_type() == at::kBool),
+      "apart must be a contiguous [B] CPU tensor of bool");
   std::vector<at::Tensor> outs = {out};
   if (bias_out) outs.push_back(*bias_out);
   dpk::check_disjoint(outs, {activations, errors, factors});
   const at::Tensor weights = factors.contiguous();
   dpk::linear_weighted_sum(
-      batch.view, weights.const_data_ptr(), out.size(1) + 1 == width, out.mutable_data_ptr(),
+      batch.view, weights.const_data_ptr(), apart ? apart->const_data_ptr<bool>() : nullptr,
+      out.size(1) + 1 == width, out.mutable_data_ptr(),
       bias_out ? bias_out->mutable_data_ptr() : nullptr, accumulate, dpk::torch_executor());
 }
 

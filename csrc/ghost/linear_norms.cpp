@@ -206,7 +206,7 @@ class NormPass {
     if (splits_ == 1) block_ = std::max<int64_t>(1, extent);
   }
 
-  void run(double* sq_norms) {
+  void run(double* sq_norms, bool* apart) {
     measure();
     std::vector<double> sums(2 * batch_.batch * splits_, 0.0);
     std::atomic<int64_t> next{0};
@@ -220,7 +220,9 @@ class NormPass {
     });
     next = 0;
     for_each_task(executor_, tasks_, [&](int) {
-      for (int64_t b; (b = next++) < batch_.batch;) sq_norms[b] = settle(b, sums);
+      for (int64_t b; (b = next++) < batch_.batch;) {
+        sq_norms[b] = settle(b, sums, &apart[b]);
+      }
     });
   }
 
@@ -304,8 +306,9 @@ class NormPass {
   }
 
   // Puts a sample's norm together, its error included, and does it again in double where float is
-  // not enough.
-  double settle(int64_t b, const std::vector<double>& sums) const {
+  // not enough. *apart: whether its share of the sum must be, too.
+  double settle(int64_t b, const std::vector<double>& sums, bool* apart) const {
+    *apart = false;
     if (!finite(b)) return std::numeric_limits<double>::quiet_NaN();
     double square = 0.0, reach = 0.0;
     for (int64_t k = b * splits_; k < (b + 1) * splits_; ++k) {
@@ -322,10 +325,14 @@ class NormPass {
     } else {
       square = settle_in_double(b, totals, limit);
     }
-    // The bias is a sum of as many rows as there are positions, in double.
-    const double bias_error =
-        (rounding_error<double>(batch_.positions) + sum_error<T>(batch_.positions)) * totals.d;
-    return bias_ ? square + raised(lengths_.bias[b], bias_error) : square;
+    // The bias is a sum of as many rows as there are positions, in double; so is its sum over the
+    // samples.
+    const double bias_error = rounding_error<double>(batch_.positions) * totals.d;
+    if (bias_) square += raised(lengths_.bias[b], bias_error);
+    const double of_sum = sum_error<T>(batch_.positions) * totals.terms;
+    *apart =
+        !std::is_same_v<T, double> && !(of_sum <= sum_limit(batch_.positions) * std::sqrt(square));
+    return *apart ? square : raised(square, of_sum);
   }
 
   // By the same formula, if it was in float, and by the gradient itself if even that cancels: sums
@@ -334,15 +341,13 @@ class NormPass {
     std::vector<double> copy;
     Scratch<double> scratch;
     const Sample<double> s = sample<double>(b, copy);
-    const double of_sum = sum_error<T>(s.positions) * totals.terms;
     if (gram_ && !std::is_same_v<T, double>) {
       double reach = 0.0;
       const double square = gram_sum(b, s, 0, s.positions, scratch, &reach);
       const double error = gram_error<double>(reach, totals);
-      if (square_within(square, error, limit)) return raised(square + error, of_sum);
+      if (square_within(square, error, limit)) return square + error;
     }
-    return raised(gradient_sq_norm(s, 0, s.outputs, scratch),
-                  gradient_error<double>(totals) + of_sum);
+    return raised(gradient_sq_norm(s, 0, s.outputs, scratch), gradient_error<double>(totals));
   }
 
   Totals totals_of(int64_t b) const {
@@ -391,16 +396,16 @@ class NormPass {
 }  // namespace
 
 void linear_sq_norms(const LinearBatch& batch, bool bias, LinearFormula formula, double* sq_norms,
-                     const Executor& executor) {
+                     bool* apart, const Executor& executor) {
   switch (batch.dtype) {
     case Dtype::bf16:
-      return NormPass<BFloat16>(batch, bias, formula, executor).run(sq_norms);
+      return NormPass<BFloat16>(batch, bias, formula, executor).run(sq_norms, apart);
     case Dtype::f16:
-      return NormPass<Float16>(batch, bias, formula, executor).run(sq_norms);
+      return NormPass<Float16>(batch, bias, formula, executor).run(sq_norms, apart);
     case Dtype::f64:
-      return NormPass<double>(batch, bias, formula, executor).run(sq_norms);
+      return NormPass<double>(batch, bias, formula, executor).run(sq_norms, apart);
     default:
-      return NormPass<float>(batch, bias, formula, executor).run(sq_norms);
+      return NormPass<float>(batch, bias, formula, executor).run(sq_norms, apart);
   }
 }
 

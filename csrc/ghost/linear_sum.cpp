@@ -18,6 +18,8 @@ constexpr int64_t kRowBlock = 256;
 constexpr int64_t kAlignment = 16;
 // About 25 us of work for one thread at 80 GFLOP/s; not tuned.
 constexpr double kFlopsPerTask = 2e6;
+// Rows of a gradient in double that are formed at a time; not tuned, samples with one are rare.
+constexpr int64_t kWideRows = 84;
 
 int useful_tasks(double flops, int64_t extent, const Executor& executor) {
   const double most = double(std::min<int64_t>(executor.threads, extent / kAlignment));
@@ -44,10 +46,11 @@ class SumPass {
  public:
   using T = typename SumOf<E>::type;
 
-  SumPass(const LinearBatch& batch, const void* factors, bool homogeneous, void* out,
-          void* bias_out, bool accumulate)
+  SumPass(const LinearBatch& batch, const void* factors, const bool* apart, bool homogeneous,
+          void* out, void* bias_out, bool accumulate)
       : batch_(batch),
         factors_(static_cast<const T*>(factors)),
+        apart_(apart),
         homogeneous_(homogeneous),
         inputs_(batch.activations.width - (homogeneous ? 1 : 0)),
         outputs_(batch.errors.width),
@@ -81,11 +84,13 @@ class SumPass {
     bool neighbours() const { return count == 0 || index[count - 1] - index[0] == count - 1; }
   };
 
+  bool in_product(int64_t b) const { return factors_[b] != 0 && (apart_ == nullptr || !apart_[b]); }
+
   // Takes the next rows from row `next` on, and moves it behind them.
   Rows take(int64_t& next) const {
     Rows rows;
     for (; next < batch_.batch * batch_.positions && rows.count < kRowBlock; ++next) {
-      if (factors_[next / batch_.positions] != 0) rows.index[rows.count++] = next;
+      if (in_product(next / batch_.positions)) rows.index[rows.count++] = next;
     }
     return rows;
   }
@@ -106,6 +111,9 @@ class SumPass {
               activations(rows, i, i_end, copied), out_ + o * inputs_ + i, inputs_, add);
       add = true;
     } while (next < batch_.batch * batch_.positions);
+    for (int64_t b = 0; apart_ != nullptr && b < batch_.batch; ++b) {
+      if (apart_[b] && factors_[b] != 0) add_apart(b, o, o_end, i, i_end, bias);
+    }
     const int64_t half = static_cast<int64_t>(bias.size()) / 2;
     for (int64_t j = 0; j < half; ++j) {
       const double total = bias[j] + bias[half + j];
@@ -113,18 +121,54 @@ class SumPass {
     }
   }
 
-  // scaled [rows, o_end - o] = factor * error, and what that adds to the bias.
+  // scaled [rows, o_end - o] = factor * error, and what that adds to the bias: in double, so that
+  // nothing of it rounds before it cancels.
   void scale(const Rows& rows, int64_t o, int64_t o_end, T* scaled,
              std::vector<double>& bias) const {
     const auto scale_row = row_scaler<E, T>();
-    const auto add_row = DPK_FOR_ISA(active_isa(), add_row_compensated<T>);
-    const E* const errors = static_cast<const E*>(batch_.errors.data);
     for (int64_t r = 0; r < rows.count; ++r, scaled += o_end - o) {
       const int64_t row = rows.index[r];
-      scale_row(scaled, errors + row * batch_.errors.row_stride + o,
-                factors_[row / batch_.positions], o_end - o);
-      if (!bias.empty())
-        add_row(bias.data(), bias.data() + o_end - o, scaled, bias_weight(row), o_end - o);
+      scale_row(scaled, errors_of(row) + o, factors_[row / batch_.positions], o_end - o);
+      add_to_bias(row, o, o_end, bias);
+    }
+  }
+
+  const E* errors_of(int64_t row) const {
+    return static_cast<const E*>(batch_.errors.data) + row * batch_.errors.row_stride;
+  }
+
+  void add_to_bias(int64_t row, int64_t o, int64_t o_end, std::vector<double>& bias) const {
+    if (bias.empty()) return;
+    const auto add_row = DPK_FOR_ISA(active_isa(), add_row_compensated<E>);
+    const double factor = factors_[row / batch_.positions];
+    add_row(bias.data(), bias.data() + o_end - o, errors_of(row) + o, factor * bias_weight(row),
+            o_end - o);
+  }
+
+  // Adds what sample b adds to a part of the sum, formed in double, and rounded once.
+  void add_apart(int64_t b, int64_t o, int64_t o_end, int64_t i, int64_t i_end,
+                 std::vector<double>& bias) const {
+    const auto widen = row_scaler<E, double>();
+    const int64_t positions = batch_.positions, first = b * positions, columns = i_end - i;
+    const E* const activations = static_cast<const E*>(batch_.activations.data) + i;
+    std::vector<double> a(positions * columns), d(positions * kWideRows), sum(kWideRows * columns);
+    for (int64_t t = 0; t < positions; ++t) {
+      widen(a.data() + t * columns, activations + (first + t) * batch_.activations.row_stride, 1.0,
+            columns);
+      add_to_bias(first + t, o, o_end, bias);
+    }
+    for (int64_t row = o; row < o_end; row += kWideRows) {
+      const int64_t rows = std::min(kWideRows, o_end - row);
+      for (int64_t t = 0; t < positions; ++t) {
+        widen(d.data() + t * rows, errors_of(first + t) + row, factors_[b], rows);
+      }
+      gemm<double>(rows, columns, positions, {d.data(), 1, rows}, {a.data(), columns, 1},
+                   sum.data(), columns, false);
+      for (int64_t r = 0; r < rows; ++r) {
+        T* const to = out_ + (row + r) * inputs_ + i;
+        const double* const from = sum.data() + r * columns;
+        for (int64_t j = 0; j < columns; ++j) to[j] += static_cast<T>(from[j]);
+      }
     }
   }
 
@@ -155,6 +199,7 @@ class SumPass {
 
   const LinearBatch& batch_;
   const T* factors_;
+  const bool* apart_;
   const bool homogeneous_;
   const int64_t inputs_, outputs_;
   T* out_;
@@ -164,18 +209,22 @@ class SumPass {
 
 }  // namespace
 
-void linear_weighted_sum(const LinearBatch& batch, const void* factors, bool homogeneous, void* out,
-                         void* bias_out, bool accumulate, const Executor& executor) {
+void linear_weighted_sum(const LinearBatch& batch, const void* factors, const bool* apart,
+                         bool homogeneous, void* out, void* bias_out, bool accumulate,
+                         const Executor& executor) {
+  const auto run = [&](auto element) {
+    SumPass<decltype(element)>(batch, factors, apart, homogeneous, out, bias_out, accumulate)
+        .run(executor);
+  };
   switch (batch.dtype) {
     case Dtype::bf16:
-      return SumPass<BFloat16>(batch, factors, homogeneous, out, bias_out, accumulate)
-          .run(executor);
+      return run(BFloat16{});
     case Dtype::f16:
-      return SumPass<Float16>(batch, factors, homogeneous, out, bias_out, accumulate).run(executor);
+      return run(Float16{});
     case Dtype::f64:
-      return SumPass<double>(batch, factors, homogeneous, out, bias_out, accumulate).run(executor);
+      return run(double{});
     default:
-      return SumPass<float>(batch, factors, homogeneous, out, bias_out, accumulate).run(executor);
+      return run(float{});
   }
 }
 

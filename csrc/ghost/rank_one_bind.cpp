@@ -136,7 +136,8 @@ std::tuple<at::Tensor, at::Tensor> ghost_linear_rank_one_clip_(
   dpk::clip_factors(squares, batch, {&max_norm, 1, /*normalise=*/false, 0.0}, type == at::kDouble,
                     factors.mutable_data_ptr());
   const dpk::LinearBatch vectors{a.positions(), d.positions(), batch, 1, dtype};
-  dpk::linear_weighted_sum(vectors, factors.const_data_ptr(), augment, out.mutable_data_ptr(),
+  dpk::linear_weighted_sum(vectors, factors.const_data_ptr(), nullptr, augment,
+                           out.mutable_data_ptr(),
                            bias_out ? bias_out->mutable_data_ptr() : nullptr, accumulate, executor);
   return {sq_norms, factors};
 }

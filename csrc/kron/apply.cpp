@@ -57,7 +57,7 @@ struct MatrixTask {
   void right(const Side<T>& side, const T* x, T* out) const {
     switch (side.form) {
       case Form::identity:
-        std::memcpy(out, x, rows * cols * sizeof(T));
+        std::copy_n(x, rows * cols, out);
         return;
       case Form::diagonal:
         for (int64_t i = 0; i < rows; ++i) {
@@ -76,7 +76,7 @@ struct MatrixTask {
     const int64_t rank = side.rank;
     switch (side.form) {
       case Form::identity:
-        std::memcpy(out, x, rows * cols * sizeof(T));
+        std::copy_n(x, rows * cols, out);
         return;
       case Form::diagonal:
         for (int64_t i = 0; i < rows; ++i) {

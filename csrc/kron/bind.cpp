@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/torch_convolution.h"
 #include "common/torch_executor.h"
 #include "common/torch_overlap.h"
 #include "kron/kron.h"
@@ -237,16 +238,15 @@ dpk::Convolution convolution_of(const at::Tensor& x, at::IntArrayRef kernel, at:
                                 at::IntArrayRef padding, at::IntArrayRef dilation, int64_t groups) {
   const size_t axes = static_cast<size_t>(x.dim()) - 2;
   TORCH_CHECK_VALUE(x.is_cpu() && axes >= 1 && axes <= 3 && kernel.size() == axes &&
-                        stride.size() == axes && padding.size() == axes &&
-                        dilation.size() == axes && groups >= 1 && x.size(1) % groups == 0,
+                        stride.size() == axes && padding.size() == axes && dilation.size() == axes,
                     "conv_second_moment: x must be [B, C, ...] with 1 to 3 spatial axes on the "
-                    "CPU, the lists as long, and groups must divide C");
+                    "CPU, and the lists as long");
+  dpk::check_conv_numbers(kernel, stride, padding, dilation, groups, x.size(1));
   dpk::Convolution shape{x.size(0), x.size(1), groups,    {1, 1, 1}, {1, 1, 1},
                          {1, 1, 1}, {0, 0, 0}, {1, 1, 1}, {1, 1, 1}};
+  dpk::ConvPart image(x.size(1)), patch(x.size(1)), positions(x.size(0));
   for (size_t i = 0; i < axes; ++i) {
     const size_t to = 3 - axes + i;
-    TORCH_CHECK_VALUE(kernel[i] >= 1 && stride[i] >= 1 && padding[i] >= 0 && dilation[i] >= 1,
-                      "conv_second_moment: kernel, stride and dilation must be positive");
     shape.size[to] = x.size(static_cast<int64_t>(i) + 2);
     shape.kernel[to] = kernel[i];
     shape.stride[to] = stride[i];
@@ -254,6 +254,9 @@ dpk::Convolution convolution_of(const at::Tensor& x, at::IntArrayRef kernel, at:
     shape.dilation[to] = dilation[i];
     const int64_t room = shape.size[to] + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1;
     shape.out[to] = room < 0 ? 0 : room / stride[i] + 1;
+    image *= shape.size[to] + 2 * padding[i];
+    patch *= kernel[i];
+    positions *= shape.out[to];
   }
   return shape;
 }

@@ -8,6 +8,7 @@
 #include <ATen/ops/ones_like.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime.h>
 #include <torch/library.h>
 
 #include <tuple>
@@ -101,7 +102,8 @@ std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>> eigh(at::TensorList
     at::Tensor status = at::empty({n == 0 ? 0 : x.size(0)}, x.options().dtype(at::kInt));
     const int error = x.scalar_type() == at::kDouble ? launch<double>(x, value, rows, status)
                                                      : launch<float>(x, value, rows, status);
-    TORCH_CHECK(error == 0, "eigh: the CUDA kernel did not start, error ", error);
+    TORCH_CHECK(error == 0, "eigh: the CUDA kernel did not start: ",
+                cudaGetErrorString(static_cast<cudaError_t>(error)), " (CUDA error ", error, ")");
     values.push_back(value);
     vectors.push_back(rows.mT());
     statuses.back() = status;

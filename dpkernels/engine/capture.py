@@ -12,18 +12,21 @@ they are the same. Then calls that follow each other without a backward pass are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import update_wrapper
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from dpkernels.engine.sharding import guard_unsharded
+from dpkernels.engine.first_call import Arguments, examine, look_up
+from dpkernels.engine.in_place import InPlace
+from dpkernels.engine.sharding import guard_unsharded, is_sharded
+from dpkernels.engine.state import State
 
 if TYPE_CHECKING:
     from dpkernels.engine.layers.layer import Layer, Norms
@@ -39,6 +42,8 @@ _ONE_CALL = (
 Captured = tuple[Tensor, ...]
 # Gets layers, and those that deliver in their place.
 Replace = Callable[["dict[Layer, Layer]"], None]
+# Gets a layer, and what it is called with.
+Note = Callable[["Layer", tuple[Any, ...]], None]
 
 
 @dataclass(eq=False)
@@ -93,40 +98,6 @@ class Site:
         self._capture.take(self._pass, self.layer, tensors)
 
 
-class InPlace:
-    """A forward pass in place of the module's own. A copy of the module has its own again.
-
-    Copied as it is, it would go on computing with the weights of the module it was made for.
-    """
-
-    def __init__(
-        self, module: nn.Module, call: Callable[..., Any], capture: Capture | None = None
-    ) -> None:
-        update_wrapper(self, module.forward)
-        self._module, self._call = module, call
-        self.capture = capture  # that the whole model is attached to
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute what takes the place of the module's own."""
-        return self._call(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        copied = memo[id(self._module)]
-        return MethodType(type(copied).forward, copied)
-
-
-def has_forward_in_place(module: nn.Module) -> bool:
-    """Return whether the module computes something else than its class says."""
-    own = vars(module).get("forward")
-    return own is not None and getattr(own, "__func__", None) is not type(module).forward
-
-
-def capture_of(model: nn.Module) -> Capture | None:
-    """Return what the model is attached to, if it is."""
-    own = vars(model).get("forward")
-    return own.capture if isinstance(own, InPlace) else None
-
-
 class Capture:
     """Collects the uses of a model's layers and says when a layer, and a pass, is complete."""
 
@@ -144,6 +115,8 @@ class Capture:
         self._same_samples = same_samples  # in all calls until a backward pass
         self._open: Pass | None = None  # the pass of the backward pass that is running
         self._paused = False
+        self._note: Note | None = None  # what is told of calls, while the model is looked at
+        self._wholes: list[Tensor] = []  # parameters that FSDP has put together
         self.layers: tuple[Layer, ...] = ()  # of the model that this is attached to
         self._undo: list[Callable[[], None]] = []
         self._model: nn.Module | None = None
@@ -159,7 +132,7 @@ class Capture:
             undo.append(self._route(layer))
         for layer in self.layers:
             undo += [_guard(layer.describe(), p) for p in layer.parameters.values()]
-        undo += [guard_unsharded(model, _guard), self._enclose(model)]
+        undo += [guard_unsharded(model, self._guard_whole), self._enclose(model)]
 
         def detach() -> None:
             for one in reversed(undo):
@@ -206,12 +179,20 @@ class Capture:
 
         return forward
 
+    def _guard_whole(self, owner: str, whole: Tensor) -> Callable[[], None]:
+        self._wholes.append(whole)
+        return _guard(owner, whole)
+
     def _route(self, layer: Layer) -> Callable[[], None]:
         module = layer.module
         plain = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if layer.lifted or self._paused or not torch.is_grad_enabled():
+            if layer.lifted:
+                return plain(*args, **kwargs)
+            if self._note is not None:
+                self._note(layer, (*args, *kwargs.values()))
+            if self._paused or not torch.is_grad_enabled():
                 return plain(*args, **kwargs)
             return layer.forward(self.site(layer), plain, *args, **kwargs)
 
@@ -223,19 +204,28 @@ class Capture:
         """Make every call of the model a pass, which is over even if it is interrupted."""
         routed = vars(model).get("forward")
         whole = [model.forward]
+        state = State(model, (p for layer in self.layers for p in layer.parameters.values()))
+        sharded = any(is_sharded(parameter) for parameter in model.parameters())
         seen: set[Any] = set()
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._lifting is not None and torch.is_grad_enabled() and not self._paused:
-                batch, form = _samples_of((*args, *kwargs.values())), _form(args, kwargs)
-                if batch and form not in seen:
-                    self._look_for_lifts(whole, args, kwargs, batch)
+            state.check_structure()
+            state.check_modes()
+            batch = _samples_of((*args, *kwargs.values()))
+            if (batch or sharded) and torch.is_grad_enabled() and _backward_task() == -1:
+                form = "sharded" if sharded else _form(args, kwargs, batch == 1, model)
+                if form not in seen:
+                    if batch and self._lifting is not None:
+                        self._look_for_lifts(whole, args, kwargs, batch)
+                    try_out = look_up if sharded else examine
+                    arguments = Arguments.of(args, kwargs, batch or 0)
+                    try_out(model, whole[0], self, state, arguments)
                     seen.add(form)
-            self._begin(args, kwargs)
-            try:
-                return whole[0](*args, **kwargs)
-            finally:
-                self._current = None
+            before = state.versions()
+            with self.one_pass(batch):
+                output = whole[0](*args, **kwargs)
+            state.check_unchanged(before)
+            return output
 
         model.forward = InPlace(model, forward, self)
         if routed is None:
@@ -273,21 +263,37 @@ class Capture:
             )
         before = dict(vars(self))
         vars(self).update(vars(Capture(layer_complete, pass_complete)))
+        self._wholes = before["_wholes"]
         try:
             yield
         finally:
             vars(self).update(before)
 
-    def _begin(self, args: Any, kwargs: Any) -> None:
+    @contextmanager
+    def noting(self, note: Note) -> Iterator[None]:
+        """Tell ``note`` of every call of a layer, and let layers compute as if nobody listened."""
+        self._note = note
+        try:
+            with self.paused():
+                yield
+        finally:
+            self._note = None
+
+    @contextmanager
+    def one_pass(self, batch: int | None) -> Iterator[None]:
+        """Let what layers deliver be about the same ``batch`` samples."""
         # A pass whose backward pass was broken off is dropped with all it held.
         if _backward_task() == -1:
             self._open = None
-        batch = _samples_of((*args, *kwargs.values()))
         latest = self._latest
         if self._same_samples and latest.whole and latest.task is None and latest.batch == batch:
             self._current = latest
         else:
             self._current = Pass(batch)
+        try:
+            yield
+        finally:
+            self._current = None
 
     def site(self, layer: Layer) -> Site:
         """Return where this call of ``layer`` delivers to."""
@@ -302,7 +308,9 @@ class Capture:
         return Site(self, layer, current)
 
     def take(self, current: Pass, layer: Layer, tensors: Captured) -> None:
-        """Accept what a use of ``layer`` delivers."""
+        """Accept what a use of ``layer`` delivers, in a pass that trains it."""
+        if not accumulates(layer, self._wholes or layer.parameters.values()):
+            return
         self._enter(current)
         tensors = layer.by_sample(tensors, current.batch)
         batch = tensors[0].shape[0]
@@ -368,21 +376,52 @@ def _guard(owner: str, parameter: Tensor) -> Callable[[], None]:
     return remove
 
 
+def accumulates(layer: Layer, parameters: Iterable[Tensor]) -> bool:
+    """Return whether the backward pass that is running is to give the parameters a gradient.
+
+    ``torch.autograd.grad(loss, x)`` and ``backward(inputs=[x])`` ask for gradients of inputs alone:
+    such a pass trains nothing. 2 us. Raises RuntimeError for ``torch.autograd.grad`` of parameters.
+    """
+    nodes = [get_gradient_edge(p).node for p in parameters if p.requires_grad]
+    try:
+        wanted = set(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{layer.describe()}: torch.autograd.grad() asks for gradients of its parameters, "
+            "which private training does not hand out without noise; call backward() and step()"
+        ) from error
+    if len(wanted) > 1:
+        raise RuntimeError(
+            f"{layer.describe()}: backward(inputs=...) asks for gradients of some of its "
+            "parameters only; name all of a layer's, or freeze the others"
+        )
+    return wanted != {False}
+
+
 def flattened(layers: Sequence[Layer]) -> list[Layer]:
     """Return the layers that have parameters: sublayers in place of what they make up."""
     parts = (part for layer in layers for part in layer.sublayers or (layer,))
     return [part for part in parts if part.parameters]
 
 
-def _form(args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """Return what tells forms of arguments apart: kinds and dimensions, but not lengths."""
+def _form(args: Any, kwargs: Any, alone: bool, model: nn.Module) -> tuple[Any, ...]:
+    """Return what tells forms of arguments apart: kinds, dimensions, options, but not lengths."""
     leaves, structure = tree_flatten((args, kwargs))
-    return (structure, *((x.dim(), x.dtype) if isinstance(x, Tensor) else type(x) for x in leaves))
+    kinds = [
+        (x.dim(), x.dtype)
+        if isinstance(x, Tensor)
+        else (x if isinstance(x, bool | str) else type(x))
+        for x in leaves
+    ]
+    autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+    return (alone, model.training, structure, *kinds, *autocast)
 
 
 def _samples_of(inputs: Sequence[Any]) -> int | None:
-    """Return the first axis of the first tensor that has one, in whatever it is packed."""
+    """Return the first axis of the first tensor that has one, or how many sequences are packed."""
     for given in inputs:
+        if isinstance(given, PackedSequence):
+            return int(given.batch_sizes[0])
         # Most models get tensors, for which a walk through a tree takes 25 us too many.
         for leaf in (given,) if isinstance(given, Tensor) else tree_leaves(given):
             if isinstance(leaf, Tensor) and leaf.dim() > 0:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dpkernels.engine.capture import InPlace
+from dpkernels.engine.in_place import InPlace
 from dpkernels.engine.sharding import is_sharded
 from dpkernels.ops.noise import NoiseKey, add_gaussian_noise_
 

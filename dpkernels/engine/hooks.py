@@ -8,7 +8,20 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from dpkernels.engine.in_place import InPlace
 from dpkernels.engine.step import Step
+
+
+def discard_with(model: nn.Module, step: Step) -> Callable[[], None]:
+    """Let ``model.zero_grad()`` forget microbatches, as it forgets gradients; return the undo."""
+    plain = model.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        plain(set_to_none)
+        step.discard()
+
+    model.zero_grad = InPlace(model, zero_grad, method="zero_grad")  # type: ignore[method-assign]
+    return lambda: delattr(model, "zero_grad")
 
 
 def hook_into(

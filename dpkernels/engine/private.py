@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from dpkernels.engine.capture import Capture, flattened
 from dpkernels.engine.clipping import Clipping, Flat, NoisyCount
 from dpkernels.engine.distributed import Ranks, bypass_reducer, group_of, parameter_facts
-from dpkernels.engine.hooks import hook_into
+from dpkernels.engine.hooks import discard_with, hook_into
+from dpkernels.engine.in_place import make_plain
 from dpkernels.engine.layers.tied import tie
 from dpkernels.engine.lifting import Lifting
 from dpkernels.engine.report import Report
@@ -265,10 +266,8 @@ def make_private(
 ) -> PrivateTraining:
     """Make ``loss.backward()`` and ``optimizer.step()`` compute private gradients.
 
-    model: any ``nn.Module`` whose inputs and layers have samples as their first axis. That is
-        checked by the length of the axis, so it cannot be where a layer's first axis holds
-        something else, positions say, and is as long as the batch by chance. Call the model itself:
-        for layers called one by one the number of samples is taken from what they are given.
+    model: any ``nn.Module`` whose inputs and layers have samples as their first axis. The first
+        call tries that out, and that samples stay apart (``dpkernels.engine.first_call``).
         ``DistributedDataParallel`` of such a model, or one that ``fully_shard`` (FSDP2) has
         sharded, is trained by all of its processes together.
     optimizer: any ``torch.optim`` optimizer over its trained parameters.
@@ -307,7 +306,20 @@ def make_private(
     one of several processes: ``dpkernels.engine.Ranks``.
 
     Any number of backward passes (microbatches) make up one logical step; none at all makes a step
-    of noise. Raises Unsupported or ValueError before anything is changed.
+    of noise. A backward pass that asks for gradients of inputs alone (``torch.autograd.grad(loss,
+    x)``) is none of them. Raises Unsupported or ValueError before anything is changed.
+
+    What the engine cannot see from the model, and the guarantee rests on:
+
+    - A loss outside of the model is a sum or mean of losses of single samples. A contrastive loss,
+      a loss divided by a count of the batch (``ignore_index``), or class weights mix samples.
+    - Hooks on gradients or outputs, and custom autograd functions, do not mix samples.
+    - The model itself is called. Layers that are called one by one take the number of samples from
+      what they are given, and are not tried out. Nor is a model sharded by ``fully_shard``: try it
+      out before it is sharded.
+    - The forward pass is the same function later as in the first call with such arguments, and
+      keeps nothing of the samples in Python attributes or by writing to ``tensor.data``.
+    - One index of the batch is one person; a person with several records counts several times.
     """
     op = "make_private"
     check_finite(op, "noise_multiplier", noise_multiplier, at_least=0.0)
@@ -321,7 +333,7 @@ def make_private(
             raise ValueError(f"{op}: {name} must be one of {', '.join(choices)}, got {value!r}")
     check_plain(model)
     inner, group = group_of(model, process_group)
-    modules = layers_of(inner)
+    modules = layers_of(make_plain(inner))
     layers = flattened(modules)
     groups = tie(layers)
     parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters.values()))
@@ -356,6 +368,7 @@ def make_private(
         capture.attach(inner, modules),
         bypass_reducer(model),
         hook_into(optimizer, step, parameters),
+        *(discard_with(whole, step) for whole in {model, inner}),
     ]
 
     def detach() -> None:

@@ -8,7 +8,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from dpkernels.engine.capture import Capture, Captured, Pass, capture_of, flattened
+from dpkernels.engine.capture import Capture, Captured, Pass, flattened
+from dpkernels.engine.in_place import capture_of
 from dpkernels.engine.layers.layer import Layer
 from dpkernels.engine.layers.tied import tie
 from dpkernels.engine.rules import check_plain, layers_of

@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
 
-from dpkernels.engine.capture import has_forward_in_place
+from dpkernels.engine.in_place import has_forward_in_place
 from dpkernels.engine.layers.attention import AttentionLayer
 from dpkernels.engine.layers.bare import BareLayer
 from dpkernels.engine.layers.conv import ConvLayer, TransposedConvLayer
@@ -84,8 +84,7 @@ def _layer_of(name: str, module: nn.Module, trained: dict[str, nn.Parameter]) ->
         # Its weight is computed in every call, from what is trained.
         return BareLayer(name, module, trained)
     for kind, rule in _RULES.items():
-        # A subclass with a forward pass of its own is another layer.
-        if isinstance(module, kind) and type(module).forward is kind.forward:
+        if isinstance(module, kind) and computes_as(module, kind):
             _check_attributes(name, module, kind, trained)
             return rule(name, module, trained)
     if wraps_embedding(module):
@@ -107,6 +106,33 @@ def _layer_of(name: str, module: nn.Module, trained: dict[str, nn.Parameter]) ->
             "put these parameters into a small module of their own"
         )
     return BareLayer(name, module, trained)
+
+
+# Methods that a subclass may have of its own without computing something else.
+_HARMLESS = frozenset(
+    (
+        "__init__",
+        "__repr__",
+        "extra_repr",
+        "reset_parameters",
+        "_reset_parameters",
+        "from_pretrained",
+    )
+)
+
+
+def computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Return whether ``module`` computes what ``kind`` does, and not as a subclass of its own.
+
+    A method that ``kind`` has and the subclass or the object overrides (``forward``,
+    ``_conv_forward``), or a weight that is a property, makes it another layer.
+    """
+    subclasses = type(module).__mro__[: type(module).__mro__.index(kind)]
+    own = {name for subclass in subclasses for name in vars(subclass)}
+    own |= {name for name, value in vars(module).items() if callable(value) and name != "forward"}
+    known = {name for parent in kind.__mro__[:-2] for name in vars(parent) if name != "__module__"}
+    methods = {name for name in known if callable(getattr(kind, name, None))}
+    return not own & ((methods | {"weight", "bias"}) - _HARMLESS)
 
 
 def _check_attributes(
@@ -154,10 +180,11 @@ def _check_module(name: str, module: nn.Module) -> None:
         raise Unsupported(
             f"{described} has parameters without a shape; call the model once on a batch first"
         )
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, _BatchNorm) and not is_frozen_batch_norm(module):
         raise Unsupported(
             f"{described} normalises over the batch, so that one sample's gradient depends on the "
-            "others; dpkernels.batch_norm_to_group_norm(model) replaces all of them by GroupNorm"
+            "others; dpkernels.batch_norm_to_group_norm(model) replaces all of them by GroupNorm, "
+            "or freeze its parameters and call eval() on it to keep its statistics as they are"
         )
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         raise Unsupported(
@@ -181,8 +208,14 @@ def _check_module(name: str, module: nn.Module) -> None:
             f"{described} passes positions, not samples, as the first axis to its layers; build it "
             "with batch_first=True"
         )
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.requires_grad:
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         _check_embedding(described, module)
+
+
+def is_frozen_batch_norm(module: _BatchNorm) -> bool:
+    """Return whether it scales and shifts by constants: frozen, and with averages of its own."""
+    trained = any(parameter.requires_grad for parameter in module.parameters())
+    return not (module.training or trained or module.running_mean is None)
 
 
 def _check_embedding(described: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
@@ -191,10 +224,11 @@ def _check_embedding(described: str, module: nn.Embedding | nn.EmbeddingBag) -> 
         "scale_grad_by_freq": "divides by counts over the whole batch",
         "sparse": "shows which tokens a batch held; noise makes every row change",
     }
+    trained = module.weight.requires_grad
     for option, reason in reasons.items():
-        if getattr(module, option):
+        if getattr(module, option) and (trained or option == "max_norm"):
             raise Unsupported(f"{described}: {option} {reason}; build the layer without it")
-    if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
+    if trained and isinstance(module, nn.EmbeddingBag) and module.mode == "max":
         raise Unsupported(f"{described}: mode 'max' has no rule; use 'sum' or 'mean'")
 
 

@@ -110,6 +110,7 @@ class Step:
         self._sums = Sums(self.layers)
         self._sides: dict[Layer, Sides] = {}
         self._checked: dict[Layer, Sides] = {}
+        self._bound = 0.0  # the sensitivity of the microbatches that are being collected
         self._void: str | None = None  # of all factors that were ever applied
         self.shapes: dict[Layer, Captured] = {}
 
@@ -176,7 +177,9 @@ class Step:
     def _add(self, current: Pass) -> None:
         for parameter in self._parameters:
             parameter.grad = None
+        self._check_bound()
         norms_of_samples = self._sample_norms(current)
+        self._sums.begin_microbatch()
         self._sums.raise_unit(_power_of_two(norms_of_samples.scale * self.clipping.largest_factor))
         factors = self.clipping.factors(norms_of_samples, self._sums.widest)
         factors = _in_units(factors, self._sums.unit)
@@ -196,6 +199,18 @@ class Step:
                 rounded[key] = _rounded_down(factors, like)
             own = rounded[key]
             norms.add_to(sums, own if own.dim() == 1 else own[index], accumulate)
+
+    def _check_bound(self) -> float:
+        """Return the sensitivity; raise RuntimeError if it is not that of earlier microbatches."""
+        bound = self.clipping.sensitivity(self.names)
+        if self.seen.microbatches == 0:
+            self._bound = bound
+        if bound != self._bound:
+            raise RuntimeError(
+                "max_norm was changed between backward() and step(): gradients clipped at one "
+                "bound would get noise for another; set it after step() or zero_grad()"
+            )
+        return bound
 
     def _sample_norms(self, current: Pass) -> SampleNorms:
         """Return the norms of all layers, and by what gradients of samples' own are larger."""
@@ -243,7 +258,7 @@ class Step:
             check()
             for listener in self.before_release:
                 listener()
-            return self.clipping.sensitivity(self.names)
+            return self._check_bound()
         except Exception:
             self.ranks.withdraw()
             raise

@@ -4,17 +4,38 @@
 dpkernels.opacus...``. What is different, and why, is in the README under "Moving from Opacus".
 """
 
-from dpkernels.opacus import utils
+# All of them, because scripts write opacus.layers.DPLSTM after nothing but ``import opacus``.
+from dpkernels.opacus import (
+    accountants,
+    data_loader,
+    distributed,
+    grad_sample,
+    layers,
+    optimizers,
+    privacy_engine,
+    schedulers,
+    utils,
+    validators,
+    version,
+)
 from dpkernels.opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
 from dpkernels.opacus.privacy_engine import PrivacyEngine
+from dpkernels.opacus.version import __version__
 
 __all__ = [
     "GradSampleModule",
     "GradSampleModuleFastGradientClipping",
     "PrivacyEngine",
     "__version__",
+    "accountants",
+    "data_loader",
+    "distributed",
+    "grad_sample",
+    "layers",
+    "optimizers",
+    "privacy_engine",
+    "schedulers",
     "utils",
+    "validators",
+    "version",
 ]
-
-# Of Opacus, whose names these are, and after the plus whose code it is.
-__version__ = "1.6.0+dpkernels"

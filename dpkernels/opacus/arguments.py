@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,17 +11,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dpkernels.engine.capture import has_forward_in_place
+from dpkernels.engine.in_place import has_forward_in_place
 from dpkernels.engine.sharding import sharding_group
 from dpkernels.opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from dpkernels.opacus.grad_sample.grad_sample_module import MODES, GradSampleModule
+from dpkernels.opacus.holding import is_held
 from dpkernels.ops.checks import check_finite
 
 
 def check_arguments(
     grad_sample_mode: str,
     criterion: Callable[..., Any] | None,
-    batch_first: bool,
     loss_reduction: str,
     sample_rate: float | None,
     expected_batch_size: float | None,
@@ -36,11 +37,6 @@ def check_arguments(
         raise ValueError(
             f"make_private: grad_sample_mode must be one of {', '.join(MODES)}, which all give the "
             f"same numbers, got {grad_sample_mode!r}"
-        )
-    if not batch_first:
-        raise ValueError(
-            "make_private: batch_first must be True: samples are the first axis of the model's "
-            "inputs here; transpose them, and build recurrent layers with batch_first=True"
         )
     if loss_reduction not in ("mean", "sum"):
         raise ValueError(
@@ -61,12 +57,25 @@ def check_arguments(
         check_finite("make_private", "expected_batch_size", expected_batch_size, above=0.0)
 
 
-def check_not_private_yet(module: nn.Module) -> None:
-    """Raise ValueError for a model that is in private training already."""
-    if any(has_forward_in_place(part) for part in module.modules()):
+def whole_number(op: str, name: str, value: Any) -> int:
+    """Return an integer of any kind, numpy's say; raise ValueError unless it is at least 1."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"{op}: {name} must be an integer >= 1, got {value!r}")
+    return number
+
+
+def check_can_begin(module: nn.Module) -> None:
+    """Raise ValueError for a model in a private training that this package has not begun."""
+    # torch.compile puts a forward pass in place, too; the engine says why that is refused.
+    parts = (part for part in module.modules() if type(part).__name__ != "OptimizedModule")
+    if not is_held(module) and any(has_forward_in_place(part) for part in parts):
         raise ValueError(
-            "make_private: module is in private training already; call to_standard_module() on "
-            "the model that the first make_private returned, and build a new optimizer"
+            "make_private: module is in private training that dpkernels.make_private began; call "
+            "detach() on what that returned, and build a new optimizer"
         )
 
 

@@ -102,9 +102,7 @@ def _holders_of_shards(module: nn.Module, optimizer: DPOptimizer | None) -> Rank
     """Return the processes that have a shard of the model each; None if this one has all of it."""
     if not any(is_sharded(parameter) for parameter in module.parameters()):
         return None
-    ranks = (
-        Ranks(sharding_group(module, None)) if optimizer is None else optimizer.run.training.ranks
-    )
+    ranks = Ranks(sharding_group(module, None)) if optimizer is None else optimizer.training.ranks
     return ranks if ranks.size > 1 else None
 
 

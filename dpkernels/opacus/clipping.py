@@ -86,6 +86,24 @@ def clipping_of(
     return Adaptive(float(max_grad_norm), **ours)
 
 
+def clipping_by_hand(
+    max_grad_norm: float | Sequence[float],
+    options: Mapping[str, Any],
+    optimizer: Optimizer,
+    loss_reduction: str,
+) -> Clipping:
+    """Return what the engine clips by, of an optimizer that is built by hand.
+
+    Which kind it is shows in the arguments: options are those of adaptive clipping, and several
+    bounds are for the parameters.
+    """
+    if options.keys() & set(_ADAPTIVE):
+        kind = "adaptive"
+    else:
+        kind = "per_layer" if isinstance(max_grad_norm, Sequence) else "flat"
+    return clipping_of(kind, max_grad_norm, options, optimizer, loss_reduction)
+
+
 def set_layer_bounds(
     training: PrivateTraining, optimizer: Optimizer, bounds: Sequence[float]
 ) -> None:
@@ -116,3 +134,24 @@ def _check_bounds(bounds: Sequence[float], optimizer: Optimizer) -> None:
 def _trained(optimizer: Optimizer) -> list[nn.Parameter]:
     groups = optimizer.param_groups
     return [p for group in groups for p in group["params"] if p.requires_grad]
+
+
+def gradient_noise(noise_multiplier: float, clipping: object) -> float:
+    """Return what is left of ``noise_multiplier`` for gradients, in units of their bound.
+
+    A step of adaptive clipping releases a count, too, of sensitivity 1/2 and noise s. Both together
+    have the multiplier sigma if that of gradients is (sigma^-2 - (2 s)^-2)^(-1/2) (Andrew et al.
+    2021, theorem 1).
+
+    Raises ValueError where the count alone would need more noise than it has.
+    """
+    check_finite("make_private", "noise_multiplier", noise_multiplier, at_least=0.0)
+    if not isinstance(clipping, Adaptive) or noise_multiplier == 0:
+        return noise_multiplier
+    if noise_multiplier >= 2 * clipping.count_std:
+        raise ValueError(
+            "make_private: noise_multiplier must be below 2 unclipped_num_std, which is "
+            f"{2 * clipping.count_std:g}, got {noise_multiplier}; raise unclipped_num_std: the "
+            "count of samples within the bound needs noise, too"
+        )
+    return 1 / math.sqrt(noise_multiplier**-2 - (2 * clipping.count_std) ** -2)

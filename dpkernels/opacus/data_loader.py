@@ -15,9 +15,11 @@ from dpkernels.engine import Ranks
 from dpkernels.opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
     UniformWithReplacementSampler,
+    seed_of,
 )
 from dpkernels.privacy.mechanism import Poisson, Sampling, Shuffled
-from dpkernels.privacy.samplers import PoissonSampler, PrivateSampler
+from dpkernels.privacy.private_sampler import PrivateSampler
+from dpkernels.privacy.samplers import PoissonSampler
 from dpkernels.run.loader import PrivateLoader
 
 
@@ -87,6 +89,7 @@ class DPDataLoader(PrivateLoader):
         """
         check_rand_on_empty(rand_on_empty)
         rate = 1 / batches_of(data_loader) if sample_rate is None else sample_rate
+        generator = data_loader.generator if generator is None else generator
         sampler = poisson_sampler(data_loader.dataset, rate, distributed, generator)
         return cls.with_sampler(data_loader, sampler)
 
@@ -189,6 +192,8 @@ def sampling_of(
     """Return how ``make_private`` has the loader's records sampled."""
     batches = batches_of(data_loader)
     if poisson_sampling:
+        if sample_rate is None and isinstance(data_loader, DPDataLoader):
+            sample_rate = getattr(data_loader.sampling, "rate", None)
         return Poisson(1 / batches if sample_rate is None else sample_rate)
     if sample_rate is not None:
         raise ValueError(
@@ -200,11 +205,22 @@ def sampling_of(
 def private_loader(data_loader: DataLoader[Any], sampling: Sampling, ranks: Ranks) -> DPDataLoader:
     """Return a loader of batches that come about as ``sampling`` says.
 
+    A ``DPDataLoader`` of such batches that no run has yet is returned as it is: under Lightning,
+    the trainer holds it already.
+
     ranks: the processes that share the records, each of which has its own.
     """
     if isinstance(sampling, Poisson):
+        if isinstance(data_loader, DPDataLoader) and data_loader.watcher is None:
+            own = data_loader.private_sampler
+            shares = own.rank, own.world_size
+            if own.sampling == sampling and shares == (ranks.rank, ranks.size):
+                return data_loader
         records = len(data_loader.dataset)  # type: ignore[arg-type]
-        sampler = PoissonSampler(records, sampling.rate, rank=ranks.rank, world_size=ranks.size)
+        seed = None if isinstance(data_loader, DPDataLoader) else seed_of(data_loader.generator)
+        sampler = PoissonSampler(
+            records, sampling.rate, seed=seed, rank=ranks.rank, world_size=ranks.size
+        )
         return DPDataLoader.with_sampler(data_loader, sampler)
     if ranks.size > 1:
         raise ValueError(

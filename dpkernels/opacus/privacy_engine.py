@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -12,14 +13,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dpkernels import engine
 from dpkernels.engine import Ranks
 from dpkernels.opacus import checkpoint
 from dpkernels.opacus.accountants import create_accountant
 from dpkernels.opacus.accountants.statements import for_run
 from dpkernels.opacus.accountants.utils import noise_for
-from dpkernels.opacus.arguments import Processes, check_arguments, check_not_private_yet
-from dpkernels.opacus.clipping import clipping_of, set_layer_bounds
+from dpkernels.opacus.arguments import (
+    Processes,
+    check_arguments,
+    check_can_begin,
+    whole_number,
+)
+from dpkernels.opacus.attach import attach
+from dpkernels.opacus.clipping import clipping_of, gradient_noise
 from dpkernels.opacus.data_loader import (
     DPDataLoader,
     check_rand_on_empty,
@@ -27,11 +33,9 @@ from dpkernels.opacus.data_loader import (
     sampling_of,
 )
 from dpkernels.opacus.grad_sample.grad_sample_module import GradSampleHooks, GradSampleModule
-from dpkernels.opacus.optimizers.optimizer import DPOptimizer, gradient_noise
+from dpkernels.opacus.optimizers.optimizer import DPOptimizer
 from dpkernels.opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
-from dpkernels.opacus.utils.uniform_sampler import seed_of
 from dpkernels.opacus.validators import ModuleValidator
-from dpkernels.ops.noise import NoiseKey
 from dpkernels.privacy.mechanism import Poisson, gaussian_step
 from dpkernels.run.private_run import PrivateRun
 
@@ -92,11 +96,14 @@ class PrivacyEngine:
         module: any model whose inputs and layers have samples as their first axis. Several calls of
             it before one backward pass are taken to be about the same samples. In
             ``DistributedDataParallel``, ours or torch's, or sharded by ``FSDP2Wrapper``, it is
-            trained by all processes together, each on records of its own.
+            trained by all processes together, each on records of its own. If it is in private
+            training already, wrapped or not, that ends: its optimizer takes no more steps, and the
+            accountant goes on.
         optimizer: any ``torch.optim`` optimizer over its trained parameters.
         criterion: of the ghost modes; cross entropy if None. What is returned for it gives plain
             losses.
-        data_loader: over a map-style data set, shuffled or not.
+        data_loader: over a map-style data set, shuffled or not. With a ``generator``, a seed is
+            drawn from it for the sampling, with a warning: for tests.
         noise_multiplier: noise over sensitivity, >= 0; 0 gives no privacy.
         max_grad_norm: the norm that gradients of samples are clipped to.
         loss_reduction: whether the loss is the ``mean`` or the ``sum`` over samples. Gradients are
@@ -104,58 +111,53 @@ class PrivacyEngine:
         clipping: ``flat``, ``per_layer`` (a bound for each parameter may be passed) or
             ``adaptive`` (kwargs: target_unclipped_quantile, clipbound_learning_rate, max_clipbound,
             min_clipbound, unclipped_num_std).
-        noise_generator: its seed is taken, with a warning: for tests.
+        batch_first: False for inputs ``[T, B, ...]``: see ``dpkernels.opacus.batch_second``.
+        noise_generator: a seed is drawn from it, with a warning: for tests. For the same model the
+            same seed gives other noise the second time.
         grad_sample_mode: any of Opacus' but ``no_op``; all give the same numbers.
         wrap_model: whether the model is returned inside of a ``GradSampleModule``, or a hold on it.
         sample_rate: of Poisson sampling; 1 / len(data_loader) if None.
-        expected_batch_size: what gradients are divided by; len(dataset) * sample_rate, rounded
-            down, if None. Both by default take the number of records for public: pass both if it
-            is not.
+        expected_batch_size: what gradients are divided by; len(dataset) * sample_rate if None.
+            Both by default take the number of records for public: pass both if it is not.
 
         Raises ValueError or TypeError, naming the argument, before anything is changed.
         """
         check_arguments(
-            grad_sample_mode,
-            criterion,
-            batch_first,
-            loss_reduction,
-            sample_rate,
-            expected_batch_size,
+            grad_sample_mode, criterion, loss_reduction, sample_rate, expected_batch_size
         )
         check_rand_on_empty(rand_on_empty)
         if isinstance(optimizer, DPOptimizer):
             optimizer = optimizer.original_optimizer
         processes = Processes.of(module)
-        check_not_private_yet(processes.inside)
+        check_can_begin(processes.inside)
         self.validate(module=processes.inside, optimizer=optimizer, data_loader=data_loader)
         clip = clipping_of(clipping, max_grad_norm, kwargs, optimizer, loss_reduction)
         noise = gradient_noise(noise_multiplier, clip)
         sampling = sampling_of(data_loader, poisson_sampling, sample_rate)
         loader = private_loader(data_loader, sampling, Ranks(processes.group))
-        expected = expected_batch_size or loader.whole_batch_size
+        expected = expected_batch_size or _whole_if_close(loader.expected_batch_size)
         accountant = for_run(self.accountant)
         # None of it, but the accountant says now, not in the first step, if it cannot account it.
         accountant.compose(gaussian_step(noise_multiplier, loader.sampling), 0)
-        seed = seed_of(noise_generator)
-        training = engine.make_private(
-            processes.trained,
+        attached = attach(
+            processes,
             optimizer,
             noise_multiplier=noise,
-            max_grad_norm=clip,
-            expected_batch_size=expected if loss_reduction == "mean" else 1.0,
-            loss_reduction=loss_reduction,  # type: ignore[arg-type]
-            noise_key=None if seed is None else NoiseKey.from_seed(seed),
-            several_calls="same samples",
-            process_group=processes.group,
+            clipping=clip,
+            layer_bounds=max_grad_norm if isinstance(max_grad_norm, Sequence) else None,
+            expected_batch_size=expected,
+            loss_reduction=loss_reduction,
+            generator=noise_generator,
+            batch_first=batch_first,
         )
         with ExitStack() as undo:
             # Whatever fails from here on leaves nothing changed.
-            undo.callback(training.detach)
-            if isinstance(max_grad_norm, Sequence):
-                set_layer_bounds(training, optimizer, max_grad_norm)
-            private = DPOptimizer(
+            undo.callback(attached.end)
+            private = DPOptimizer.of_run(
                 optimizer,
-                PrivateRun(training, loader, accountant=accountant),
+                PrivateRun(attached.training, loader, accountant=accountant),
+                attached,
+                processes.inside,
                 noise_multiplier=noise_multiplier,
                 expected_batch_size=expected,
                 loss_reduction=loss_reduction,
@@ -163,7 +165,7 @@ class PrivacyEngine:
             undo.callback(private.end)
             self._note_dataset(loader)
             undo.pop_all()
-        held = _held(module, private, wrap_model)
+        held = _held(module, private, wrap_model, batch_first)
         if "ghost" not in grad_sample_mode:
             return held, private, loader
         criterion = criterion or nn.CrossEntropyLoss(reduction=loss_reduction)
@@ -193,10 +195,7 @@ class PrivacyEngine:
                 "is for what comes: epsilon will be larger than target_epsilon",
                 stacklevel=2,
             )
-        if not isinstance(epochs, int) or epochs < 1:
-            raise ValueError(
-                f"make_private_with_epsilon: epochs must be an integer >= 1, got {epochs!r}"
-            )
+        epochs = whole_number("make_private_with_epsilon", "epochs", epochs)
         for name in _OF_ACCOUNTANTS & kwargs.keys():
             del kwargs[name]
         sampling = sampling_of(data_loader, poisson_sampling, sample_rate)
@@ -289,6 +288,8 @@ class PrivacyEngine:
         """Put back what ``save_checkpoint`` wrote, here or in Opacus; return the rest of it.
 
         The run goes on at the same epsilon, with the next batch, and with noise never used before.
+        A noise multiplier or clipping norm that is not the one the checkpoint's optimizer was given
+        stays, with a warning.
         """
         return checkpoint.load(
             path,
@@ -312,18 +313,24 @@ class PrivacyEngine:
 
 
 def _held(
-    module: nn.Module, optimizer: DPOptimizer, wrap_model: bool
+    module: nn.Module, optimizer: DPOptimizer, wrap_model: bool, batch_first: bool
 ) -> GradSampleModule | GradSampleHooks:
     """Return the model as it is used from now on, or a hold on it."""
-    if not wrap_model:
-        hooks = GradSampleHooks(module, loss_reduction=optimizer.loss_reduction)
-        hooks._attach(optimizer.end)
-        return hooks
-    if not isinstance(module, GradSampleModule):
-        module = GradSampleModule(module)
-    module.loss_reduction = optimizer.loss_reduction
-    module._attach(optimizer.end, optimizer.forget)
-    return module
+    held: GradSampleModule | GradSampleHooks
+    if isinstance(module, GradSampleModule):
+        held = module
+    elif wrap_model:
+        held = GradSampleModule(module, strict=False)
+    else:
+        held = GradSampleHooks(module, strict=False)
+    held.batch_first, held.loss_reduction = batch_first, optimizer.loss_reduction
+    held._attach(optimizer.end, optimizer.forget)
+    return held
+
+
+def _whole_if_close(size: float) -> float:
+    """Return a whole number for one that misses it by rounding: 98 * (1 / 49) is below 2."""
+    return float(round(size)) if math.isclose(size, round(size), rel_tol=1e-12) else size
 
 
 def _schedulers(noise: Any, grad_clip: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dpkernels.engine.in_place import make_plain
 from dpkernels.precondition.estimate import check_summed
 
 # Of each element in one step: the product, and two passes of projection.
@@ -69,7 +70,7 @@ def hessian_spectrum(
         raise ValueError(
             f"hessian_spectrum: steps and vectors must be at least 1, got {steps} and {vectors}"
         )
-    model = copy.deepcopy(model).eval()
+    model = make_plain(copy.deepcopy(model)).eval()
     check_summed(model, inputs, targets, loss)
     parameters = [p for p in model.parameters() if p.requires_grad]
     # Fused attention has no second derivatives.

@@ -19,9 +19,11 @@ from torch.utils.data import (
 )
 
 from dpkernels.privacy.mechanism import Sampling
-from dpkernels.privacy.samplers import PrivateSampler
+from dpkernels.privacy.private_sampler import PrivateSampler, Waiting
 from dpkernels.run.empty_batch import empty_batch
+from dpkernels.run.placement import placed
 
+_END = object()
 _OURS = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order"}
 
 
@@ -30,6 +32,9 @@ class Watcher(Protocol):
 
     def begins(self) -> None:
         """An iteration begins."""
+
+    def settle(self) -> None:
+        """Somebody looks at ``waiting``: set it to None if that batch has its step by now."""
 
     def hands_out(self, records: int) -> None:
         """A microbatch is about to be handed out; of its batch ``records`` were so far."""
@@ -55,9 +60,19 @@ class PrivateLoader(DataLoader[Any]):
         first. Private: it depends on who was sampled.
     is_last_microbatch: whether nothing more of that logical batch is to come.
     watcher: the run that the batches are for, if there is one.
+    waiting: of a run, the first batch that was handed out and has no step yet. Every iteration
+        begins with it, until it has one: nobody can look at batches and take another instead.
+
+    Accelerate's ``prepare`` leaves it as it is: its batches are this process' own already, and are
+    put on Accelerate's device here. Accelerate's own loader takes a batch ahead of the step, which
+    would hide which batch a step is about. Under Lightning, in several processes, pass
+    ``use_distributed_sampler=False``.
 
     Raises ValueError or TypeError for data sets without a length, or of another than the sampler's.
     """
+
+    # What Accelerate asks, so that it does not wrap the loader.
+    _is_accelerate_prepared = True
 
     def __init__(
         self,
@@ -68,6 +83,7 @@ class PrivateLoader(DataLoader[Any]):
         collate_fn: Callable[[Any], Any] | None = None,
         **options: Any,
     ) -> None:
+        _check_sampler(sampler)
         _check_dataset(dataset, sampler)
         if refused := _OURS & options.keys():
             raise ValueError(
@@ -76,6 +92,7 @@ class PrivateLoader(DataLoader[Any]):
             )
         self.private_sampler = sampler
         self.watcher: Watcher | None = None
+        self.waiting: Waiting | None = None
         self.batch_size_now = 0
         self.is_last_microbatch = True
         self._microbatches = _Microbatches(sampler)
@@ -159,42 +176,93 @@ class PrivateLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Hand out the microbatches of an epoch, or of what is left of it after a checkpoint.
 
-        The sampler's place is that of what was handed out, however far ahead workers are.
+        The sampler's place is that of what was handed out, however far ahead workers are. What they
+        fetched and nobody saw is forgotten when an iteration is left: later draws do not depend on
+        it.
         """
         sampler = self.private_sampler
-        iteration = sampler.begin()
+        if self.watcher is not None:
+            self.watcher.settle()
+            self.watcher.begins()
+        iteration = sampler.begin(self.waiting)
+        if self.waiting is not None:
+            self.waiting = self.waiting._replace(place=sampler.place)
         self.batch_size_now, self.is_last_microbatch = 0, True
         fetched = self._microbatches.fetched = deque()
         if self._own_generator:
             # A function of the place, so that workers go on after a restart as they would have.
             self.generator.manual_seed((self._seed + self.batches_handed_out) % 2**63)
-        if self.watcher is not None:
-            self.watcher.begins()
-        for batch in super().__iter__():
-            now = fetched.popleft()
-            if self.watcher is not None:
-                self.watcher.hands_out(now.records_before)
-            sampler.advance(iteration, int(now.records_before == 0))
-            self.batch_size_now, self.is_last_microbatch = now.logical_size, now.last
+        batches = super().__iter__()
+        while (batch := self._next(batches, fetched, iteration)) is not _END:
             yield batch
         sampler.end(iteration)
         if self.watcher is not None:
             self.watcher.ends()
 
+    def _next(
+        self, batches: Iterator[Any], fetched: deque[_Microbatch], iteration: int
+    ) -> Any | object:
+        """Return the next microbatch, and note that it was handed out."""
+        sampler = self.private_sampler
+        # First: workers that stay from one iteration to the next would give its batch to this one.
+        sampler.advance(iteration, 0)
+        if self.watcher is not None:
+            self.watcher.settle()
+        try:
+            batch = next(batches, _END)
+        except BaseException:
+            # A record that cannot be read must not make its batch another: it waits, too.
+            if fetched:
+                self._wait_for(fetched[0])
+            raise
+        if batch is _END:
+            return batch
+        now = fetched.popleft()
+        if self.watcher is not None:
+            self.watcher.hands_out(now.records_before)
+        self._wait_for(now)
+        sampler.advance(iteration, int(now.records_before == 0))
+        self.batch_size_now, self.is_last_microbatch = len(now.records), now.last
+        return placed(batch)
+
+    def _wait_for(self, microbatch: _Microbatch) -> None:
+        if self.watcher is not None and self.waiting is None:
+            self.waiting = Waiting(self.private_sampler.place, microbatch.records)
+
+    @property
+    def is_at_waiting(self) -> bool:
+        """Whether the batch that was handed out last is the one that waits for its step."""
+        if self.waiting is None:
+            return False
+        return self.batches_handed_out == self.waiting.place.batches_handed_out + 1
+
     def state_dict(self) -> dict[str, Any]:
         """Return the place that a checkpoint keeps: behind the logical batch handed out last.
 
-        Of a logical batch of which only some microbatches were handed out, the others are lost.
+        Of a logical batch of which only some microbatches were handed out, the others are lost. Of
+        a run, it is before the batch that waits for its step. Who is in that is not kept.
         """
+        if self.watcher is not None:
+            self.watcher.settle()
+        if self.waiting is not None:
+            return self.private_sampler.state_dict_at(self.waiting.place)
         return self.private_sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after a checkpoint: the next ``iter()`` yields the rest of that epoch."""
-        self.private_sampler.load_state_dict(state)
+        """Go on after a checkpoint: the next ``iter()`` yields the rest of that epoch.
+
+        A batch that waits for its step comes first, unless it has its place in the epoch.
+        """
+        sampler = self.private_sampler
+        sampler.load_state_dict(state)
+        if self.waiting is not None:
+            self.waiting = (
+                None if sampler.finishes_epochs else self.waiting._replace(place=sampler.place)
+            )
 
 
 class _Microbatch(NamedTuple):
-    logical_size: int
+    records: list[int]  # of the whole logical batch
     records_before: int
     last: bool
 
@@ -214,7 +282,7 @@ class _Microbatches:
             size = len(batch)
             step = self.largest or max(1, size)
             for start in range(0, max(1, size), step):
-                fetched.append(_Microbatch(size, start, start + step >= size))
+                fetched.append(_Microbatch(batch, start, start + step >= size))
                 yield batch[start : start + step]
 
 
@@ -241,6 +309,15 @@ class _Collate:
         return self.collate([self.dataset[0] for _ in range(times)])
 
 
+def _check_sampler(sampler: object) -> None:
+    if not isinstance(sampler, PrivateSampler):
+        raise TypeError(
+            "PrivateLoader: sampler must be one of dpkernels.privacy.samplers, which is what is "
+            f"accounted, got {type(sampler).__name__}; under Lightning, pass "
+            "use_distributed_sampler=False to the Trainer"
+        )
+
+
 def _check_dataset(dataset: Any, sampler: PrivateSampler) -> None:
     if isinstance(dataset, IterableDataset):
         raise TypeError(
@@ -264,6 +341,11 @@ def _check_dataset(dataset: Any, sampler: PrivateSampler) -> None:
 
 def _check_replaceable(loader: DataLoader[Any], sampler: PrivateSampler) -> None:
     """Raise ValueError unless the loader takes all records alike, so that sampling may differ."""
+    if not isinstance(loader, PrivateLoader) and hasattr(loader, "_is_accelerate_prepared"):
+        raise ValueError(
+            "from_data_loader: loader went through Accelerate's prepare(), which deals out batches "
+            "among processes; pass the DataLoader itself, and prepare() what comes out of it"
+        )
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise ValueError(
             f"from_data_loader: loader has its own batches ({type(loader.batch_sampler).__name__}),"

@@ -24,6 +24,19 @@ if TYPE_CHECKING:
     from dpkernels.engine import PrivateTraining
     from dpkernels.run.loader import PrivateLoader
 
+_SKIPPED = (
+    "a batch has no step: the loader was asked for another before. Whether there is a step must "
+    "not depend on the batch: call step() on each before the next is taken, on empty ones too, "
+    "which makes a step of noise. Do not skip batches, fetch ahead of the step (num_workers does "
+    "that soundly), or add samples of several up: set the loader's batch size and "
+    "max_physical_batch_size instead of adding batches up. Iterate again: the loader begins with "
+    "that batch"
+)
+_FROM_ELSEWHERE = (
+    "the samples come from another loader than the run's: draw every batch from the PrivateLoader "
+    "of this run (of dpkernels.opacus, the loader that make_private returned)"
+)
+
 
 class PrivateRun:
     """Private training whose every step is accounted for.
@@ -40,11 +53,22 @@ class PrivateRun:
     void: why there is no guarantee, if there is none; no epsilon is given then.
 
     A step is entered into the accountant before its noise is drawn, so that nothing is released
-    uncounted. Raises RuntimeError, in ``optimizer.step()`` before anything is released or when the
-    next batch is asked for, for a second step on one batch, for a step on a part of one or on
-    samples of several, and, of sampled batches, for one without a step: none of them is the
-    mechanism that the accountant knows. All of that is seen from numbers of samples: that they are
-    the loader's own, nobody can tell.
+    uncounted. The accountant knows one mechanism: every batch that is drawn makes one step, whole.
+    So RuntimeError is raised, in ``optimizer.step()`` before anything is released or when the next
+    batch is asked for, for
+
+    - a second step on one batch, and samples when no batch was handed out;
+    - a step on a part of a batch, on none of it (``zero_grad()`` before ``step()``), or on several;
+    - a batch that was handed out and left without a step, once there is a step on a later one.
+
+    A loop may be left at any time, by ``break``, an exception or Ctrl-C. The batch that has no step
+    is kept, with the same records, and the next iteration begins with it: to choose batches by what
+    is in them would be another mechanism. A pass over the loader without any step is not training
+    and costs nothing; the same batch waits afterwards.
+
+    What cannot be seen: samples are told apart by their number, so they are taken to be the
+    loader's own; and a process that is killed and resumed from a checkpoint draws afresh. Do not
+    let either depend on the records. Messages do not say how many records a batch has.
 
     Raises ValueError for a training that has taken steps, a loader that another run has, and a
     sampling that the accountant does not know.
@@ -88,8 +112,9 @@ class PrivateRun:
         self._name = secrets.token_hex(8)
         self._counted = 0  # steps, as the training counts them
         self._stepped_on = loader.batches_handed_out  # the batch that the last step was about
-        self._begun_at = self._stepped_on  # batches handed out before this iteration
-        self._stepped = 0  # steps in it
+        self._handed_out_before = self._stepped_on  # by the loader, before this run
+        self._claimed = False  # whether the step that was counted last is about the waiting batch
+        self._stepped = False  # whether there was a step in this iteration
         self._left_out = False  # whether nothing was made of an earlier microbatch of the batch
         self._seconds = 0.0
         self._started = time.monotonic()
@@ -139,12 +164,19 @@ class PrivateRun:
         """Stop accounting: of what is released afterwards nobody knows the cost."""
         self._stop()
         if self.loader.watcher is self:
-            self.loader.watcher = None
+            self.loader.watcher = self.loader.waiting = None
 
     def begins(self) -> None:
-        """Note that the loader begins an iteration; what was left of the last is nobody's."""
-        self._begun_at, self._stepped = self.loader.batches_handed_out, 0
+        """Note that the loader begins an iteration; what was left of the last is forgotten."""
+        self._stepped = self._left_out = False
         self.training.discard()
+
+    def settle(self) -> None:
+        """Let the loader go on from the batch that waits, if its step was released."""
+        # A step that was counted and then failed has released nothing: its batch still waits.
+        if self._claimed and self.training.steps == self._counted:
+            self.loader.waiting = None
+            self._claimed = False
 
     def hands_out(self, records: int) -> None:
         """Check, before another microbatch is handed out, what became of those before.
@@ -156,24 +188,14 @@ class PrivateRun:
             self._left_out = records > 0
         elif self.training.samples != records:
             raise RuntimeError(
-                f"{records} records of the batch were handed out, but {self.training.samples} "
+                "the microbatches of the batch that were handed out do not have as many records as "
                 "samples went through the model and back; call backward() once for each microbatch"
             )
 
     def ends(self) -> None:
         """Check, after an epoch, that its last batch had a step, if it had steps at all."""
-        if self._stepped:
-            self._check_all_stepped_on(self._stepped)
-
-    def _check_all_stepped_on(self, steps: int) -> None:
-        """Raise RuntimeError if more batches were handed out in this iteration."""
-        handed_out = self.loader.batches_handed_out - self._begun_at
-        if handed_out > steps and not isinstance(self.loader.sampling, Shuffled):
-            raise RuntimeError(
-                f"{handed_out} batches were handed out, but there are {steps} steps: whether there "
-                "is a step must not depend on the batch; call step() on empty batches, too, which "
-                "makes a step of noise"
-            )
+        if self._stepped and self.loader.waiting is not None:
+            raise RuntimeError(f"the epoch ended, and {_SKIPPED}")
 
     def _count_epoch_so_far(self) -> None:
         """Enter batches of a shuffled epoch that were handed out before this run, as if used."""
@@ -183,38 +205,56 @@ class PrivateRun:
 
     def _account(self) -> None:
         """Enter the step that is about to be released."""
-        samples, batch = self.training.samples, self.loader.batches_handed_out
-        is_new = batch != self._stepped_on
-        if samples > 0 and not is_new:
-            raise RuntimeError(
-                "optimizer.step(): a second step on the samples of one batch; every step is "
-                "accounted for as if its batch were drawn anew: take the next batch from the "
-                "loader, or call step() after the last microbatch only (loader.is_last_microbatch)"
-            )
-        records = self.loader.batch_size_now
-        if samples > records:
-            raise RuntimeError(
-                f"optimizer.step(): it has {samples} samples, but the batch that the loader handed "
-                f"out last has {records}; one record in two batches of a step would count twice: "
-                "call step() after each batch of the loader, and set its batch size and "
-                "max_physical_batch_size instead of adding batches up"
-            )
-        if 0 < samples < records or (samples and self._left_out):
-            raise RuntimeError(
-                f"optimizer.step(): it has {samples} samples of a batch of {records} records; who "
-                "is left out would depend on who else was drawn: send the whole batch through the "
-                "model, all of it in one call or each microbatch of the loader in its own"
-            )
-        self._check_all_stepped_on(self._stepped + is_new)
+        self.settle()
+        about_batch = self._is_about_a_batch()
+        batch = self.loader.batches_handed_out
         statement, steps = self.statement(), 1
         if isinstance(statement.sampling, Shuffled):
-            # Epochs are counted by batches: those that were left out count, too, and a step of
-            # noise alone, which is about no batch, does not.
+            # Epochs are counted by batches: those handed out before this run count, too, and a step
+            # of noise alone, which is about no batch, does not.
             steps = batch - self._stepped_on
-        self._stepped_on = batch
-        self._stepped += is_new
         self.accountant.compose(statement, steps)
+        self._stepped_on = batch
+        self._stepped |= about_batch
+        self._claimed = about_batch
         self._counted = self.training.steps + 1
+
+    def _is_about_a_batch(self) -> bool:
+        """Return whether the step is about the waiting batch, whole, or noise between two batches.
+
+        Raises RuntimeError if it is neither. Messages have no number of records.
+        """
+        loader, samples = self.loader, self.training.samples
+        if loader.waiting is None:
+            if samples == 0:
+                return False
+            if loader.batches_handed_out == self._handed_out_before or (
+                samples != loader.batch_size_now
+            ):
+                raise RuntimeError(f"optimizer.step(): {_FROM_ELSEWHERE}")
+            raise RuntimeError(
+                "optimizer.step(): a second step on the samples of one batch, or samples from "
+                "another loader; every step is accounted for as if its batch were drawn anew: take "
+                "the next batch from the loader, or call step() after the last microbatch only "
+                "(loader.is_last_microbatch)"
+            )
+        if not loader.is_at_waiting:
+            raise RuntimeError(f"optimizer.step(): {_SKIPPED}")
+        if samples > loader.batch_size_now:
+            raise RuntimeError(
+                "optimizer.step(): it has more samples than the batch that the loader handed out "
+                f"last. Either {_FROM_ELSEWHERE}; or one batch went through the model twice: one "
+                "record would count twice"
+            )
+        if samples < loader.batch_size_now or self._left_out:
+            raise RuntimeError(
+                "optimizer.step(): it does not have all samples of the batch that the loader "
+                "handed out last; who is left out would depend on who else was drawn: send the "
+                "whole batch through the model and back, in one call or each microbatch of the "
+                "loader in its own, and do not call zero_grad() before step(). Samples that are "
+                "not finite need no check: they count as zero"
+            )
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps beside model, optimizer and scheduler."""
@@ -233,6 +273,7 @@ class PrivateRun:
         Steps that this run has taken beyond the checkpoint stay counted. The accountant comes
         first: if something else does not fit, epsilon is too large, not too small.
         """
+        self.settle()
         self.accountant.load_state_dict(state["accountant"])
         self.loader.load_state_dict(state["loader"])
         self.training.load_state_dict(state["training"])
@@ -242,8 +283,8 @@ class PrivateRun:
             self._count_epoch_so_far()
         else:
             self._name = state["name"]
-        self._counted = self.training.steps
-        self._stepped_on = state["stepped_on"]
+        self._counted, self._claimed = self.training.steps, False
+        self._stepped_on = self._handed_out_before = state["stepped_on"]
         self._seconds, self._started = state["seconds"], time.monotonic()
 
     def save(

@@ -356,9 +356,9 @@ class Wrapped(Matrix):
         (BatchBranching(4, 4), r"\(BatchBranching\).*mixes samples"),
         (Centred(4, 4), r"\(Centred\).*mixes samples"),
         (CentredScale(4), r"\(CentredScale\).*mixes samples"),
-        (Running(in_place=True), r"\(Running\).*changes its buffers"),
-        (Running(in_place=False), r"\(Running\).*changes its buffers"),
-        (Wrapped(4, 4), r"\(Wrapped\).*returns a Result"),
+        (Running(in_place=True), r"\(Running\).*writes to this tensor"),
+        (Running(in_place=False), r"\(Running\).*writes to this tensor"),
+        (Wrapped(4, 4), r"(Wrapped|Sequential) returns a Result"),
     ],
     ids=lambda x: type(x).__name__ if isinstance(x, nn.Module) else "",
 )

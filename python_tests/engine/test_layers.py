@@ -112,10 +112,11 @@ def test_inputs_get_their_gradients():
     torch.testing.assert_close(x.grad, wanted)
 
 
-def test_an_ambiguous_vector_of_tokens_is_refused_and_a_clear_one_is_not():
-    embedding = nn.Sequential(nn.Embedding(9, 3), nn.Tanh()).double()
-    private(embedding, 1.0)
-    with pytest.raises(RuntimeError, match=r"may be positions or one token"):
-        embedding(torch.arange(4))
-    assert embedding(torch.tensor([2, 0, 1, 3])).shape == (4, 3)
-    assert embedding(torch.arange(4)).shape == (4, 3)
+@pytest.mark.parametrize("vocabulary", [5, 9])
+def test_one_token_for_each_sample_is_a_token_whatever_its_value(vocabulary):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(vocabulary, 3), nn.Linear(3, 2)).double()
+    tokens = torch.arange(5)
+    gradients = sample_gradients(model, (tokens,))
+    bound = median_norm(gradients)
+    assert_same(private_sum(model, (tokens,), bound), clipped_sum(gradients, bound))

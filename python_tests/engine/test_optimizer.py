@@ -40,7 +40,7 @@ def unfreeze(model, training):
 
 def unfreeze_and_freeze_again(model, training):
     model[0].requires_grad_()
-    square(model(torch.randn(4, 4))).sum().backward()
+    torch.tanh(nn.functional.linear(torch.randn(4, 4), model[0].weight)).sum().backward()
     model[0].requires_grad_(False)
 
 
@@ -61,8 +61,8 @@ def add_a_group(model, training):
 )
 def test_parameters_that_are_added_frozen_or_unfrozen_later_are_refused(change):
     model, training, x = made()
-    change(model, training)
     square(model(x)).sum().backward()
+    change(model, training)
     everything = [p for group in training.optimizer.param_groups for p in group["params"]]
     before = copy.deepcopy(everything)
     with pytest.raises(RuntimeError, match=r"detach\(\), then make_private again"):

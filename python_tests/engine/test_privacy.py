@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -25,6 +25,7 @@ from python_tests.engine.oracle import (
     sample_gradients,
     square,
 )
+from python_tests.hypothesis_profiles import examples
 
 MODES = {
     "flat": lambda: clipping.Flat(0.3),
@@ -79,7 +80,7 @@ def distance(some, others):
 @pytest.mark.parametrize("preconditioner", ["none", "full"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=2)
+@examples(2)
 @given(
     scale=st.sampled_from([1e-4, 1.0, 1e4]),
     removed=st.integers(0, 4),

@@ -6,24 +6,36 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dpkernels.engine import Unsupported
 from dpkernels.engine.probing import probing, undisturbed
 from dpkernels.engine.sides import IDENTITY
 from python_tests.engine.oracle import gradients_of, private, square
 
 
-class Counting(nn.Module):
-    """Dropout, a generator's draw, and buffers that every call changes, in place and not."""
+class Drawing(nn.Module):
+    """Dropout, a generator's draw, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.drop, self.second = nn.Linear(4, 6), nn.Dropout(), nn.Linear(6, 3)
-        self.register_buffer("calls", torch.zeros(()))
-        self.register_buffer("last", torch.zeros(3))
+        self.register_buffer("scale", torch.ones(3))
         self.drop.eval()
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.second(self.drop(torch.tanh(self.first(x)))) + 0 * torch.rand(1)
+
+
+class Counting(Drawing):
+    """Buffers that every call changes, in place and not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        y = self.second(self.drop(torch.tanh(self.first(x)))) + 0 * torch.rand(1)
+        y = super().forward(x)
         self.last = y.detach().mean(0)
         return y
 
@@ -44,7 +56,7 @@ def probe(model: nn.Module, x: Tensor) -> dict[str, int]:
 
 @pytest.mark.parametrize("trained", [False, True], ids=["before", "after make_private"])
 def test_probes_leave_modes_buffers_gradients_and_generators(trained):
-    model = Counting()
+    model = Drawing()
     if trained:
         private(model, 1.0)
     model.first.weight.grad = torch.ones(6, 4)
@@ -62,8 +74,23 @@ def test_probes_leave_modes_buffers_gradients_and_generators(trained):
     assert all(p.grad is None for p in model.second.parameters())
 
 
-def test_a_model_is_plain_again_after_probes():
+@pytest.mark.parametrize("trained", [False, True], ids=["before", "after make_private"])
+def test_a_model_that_writes_to_buffers_is_refused_and_they_are_put_back(trained):
     model = Counting()
+    if trained:
+        private(model, 1.0)
+    buffers = dict(model.named_buffers())
+    values = {n: b.clone() for n, b in buffers.items()}
+    with pytest.raises(
+        Unsupported, match=r"calls of the model itself \(Counting\): the forward pass writes"
+    ):
+        probe(model, torch.randn(5, 4))
+    assert all(after is buffers[name] for name, after in model.named_buffers())
+    assert all(torch.equal(b, values[n]) for n, b in model.named_buffers())
+
+
+def test_a_model_is_plain_again_after_probes():
+    model = Drawing()
     probe(model, torch.randn(5, 4))
     assert not any("forward" in vars(module) for module in model.modules())
     model(torch.randn(2, 4)).sum().backward()
@@ -76,7 +103,7 @@ def test_a_step_in_progress_does_not_notice_probes(place, several_calls):
     sums, counts = [], []
     for probed in (False, True):
         torch.manual_seed(0)
-        model = Counting().double()
+        model = Drawing().double()
         training, optimizer = private(model, 0.1, keep_norms=True, several_calls=several_calls)
         x = torch.randn(6, 4, dtype=torch.float64)
         square(model(x[:4])).sum().backward()
@@ -95,7 +122,7 @@ def test_a_step_in_progress_does_not_notice_probes(place, several_calls):
 
 
 def test_a_pass_that_fails_puts_everything_back():
-    model = Counting()
+    model = Drawing()
     training, _ = private(model, 1.0)
     with pytest.raises(RuntimeError):
         probe(model, torch.randn(5, 3))
@@ -105,7 +132,7 @@ def test_a_pass_that_fails_puts_everything_back():
 
 
 def test_probes_in_a_backward_pass_are_refused():
-    model = Counting()
+    model = Drawing()
     private(model, 1.0)
     y = model(torch.randn(5, 4))
     y.register_hook(lambda _: probe(model, torch.randn(5, 4)) and None)

@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from dpkernels.ops.factor import Full
@@ -209,20 +208,6 @@ def test_the_report_names_every_product():
     assert names == [
         f"layers.{part}_l0{end}" for end in ("", "_reverse") for part in ("ih", "hh", "hr")
     ]
-
-
-class Packs(Recurs):
-    """Layers on a packed sequence."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        packed = pack_padded_sequence(x, torch.full((len(x),), STEPS), batch_first=True)
-        return self.layers(packed)[0].data
-
-
-def test_packed_sequences_are_refused():
-    model = private(Packs("gru"))
-    with pytest.raises(RuntimeError, match=r"layers \(GRU\): a PackedSequence.*padded"):
-        model(sequences().float())
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_listeners_hear_of_every_release_before_it_and_can_refuse():
 
 
 @pytest.mark.parametrize("case", ["linear", "conv2d"])
-def test_a_copy_of_a_model_in_private_training_is_plain_and_its_own(case):
+def test_a_copy_of_a_model_in_private_training_is_its_own_and_refuses_to_train(case):
     model, inputs = made(case)
     wanted = model(*inputs).detach()
     _, optimizer = private(model, 1.0)
@@ -143,11 +143,13 @@ def test_a_copy_of_a_model_in_private_training_is_plain_and_its_own(case):
         for parameter in model.parameters():
             parameter.zero_()
     assert torch.equal(copied(*inputs), wanted)
-    # Its gradients are autograd's, and nothing of it gets into the sums of the original.
-    square(copied(*inputs)).sum().backward()
-    assert all(p.grad is not None for p in copied.parameters())
+    with pytest.raises(RuntimeError, match="copy of one in private training"):
+        square(copied(*inputs)).sum().backward()
+    # Nothing of it gets into the sums of the original.
     optimizer.step()
     assert all(not p.grad.any() for p in model.parameters())
     training, _ = private(copied, 1.0)
     training.detach()
     assert torch.equal(copied(*inputs), wanted)
+    square(copied(*inputs)).sum().backward()
+    assert all(p.grad is not None for p in copied.parameters())

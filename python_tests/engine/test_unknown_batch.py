@@ -34,11 +34,19 @@ def test_positions_outside_of_a_call_of_the_model_are_refused(places, samples):
         square(model.tokens(tokens) + model.places(places)).sum().backward()
 
 
-@pytest.mark.parametrize("shape", [(5,), (1,), (5, 3), (1, 3)])
-def test_tokens_outside_of_a_call_of_the_model_are_samples(shape):
+@pytest.mark.parametrize("shape", [(5,), (1,), (1, 3)])
+def test_indices_outside_of_a_call_that_may_be_positions_are_refused_by_their_shape(shape):
+    model = nn.Sequential(nn.Embedding(7, 4))
+    private(model, 1.0)
+    for tokens in (torch.zeros(shape, dtype=torch.long), torch.randint(7, shape)):
+        with pytest.raises(RuntimeError, match=r"0 \(Embedding\).*call the model itself"):
+            model[0](tokens)
+
+
+def test_tokens_outside_of_a_call_of_the_model_are_samples():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(7, 4)).double()
-    tokens = torch.arange(15).flip(0)[: shape[0] * (shape[1] if shape[1:] else 1)].view(shape) % 7
+    tokens = torch.randint(7, (5, 3))
     gradients = sample_gradients(model, (tokens,))
     bound = 0.9 * median_norm(gradients)
     _, optimizer = private(model, bound)

@@ -59,7 +59,6 @@ def loader_of(count, **options):
         ({"sample_rate": 0.1, "poisson_sampling": False}, "sample_rate"),
         ({"expected_batch_size": 0}, "expected_batch_size"),
         ({"expected_batch_size": float("nan")}, "expected_batch_size"),
-        ({"batch_first": False}, "batch_first"),
         ({"loss_reduction": "none"}, "loss_reduction"),
         ({"grad_sample_mode": "magic"}, "grad_sample_mode"),
         ({"grad_sample_mode": "ghost", "criterion": nn.MSELoss(reduction="sum")}, "criterion"),
@@ -149,15 +148,43 @@ def test_an_accountant_that_does_not_exist_is_named_with_those_that_do():
         register_accountant("rdp", type(create_accountant("prv")))
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"noise_multiplier": -1.0}, "noise_multiplier"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm"),
+        ({"max_grad_norm": [1.0]}, "max_grad_norm"),
+        ({"expected_batch_size": None}, "expected_batch_size"),
+        ({"expected_batch_size": 0}, "expected_batch_size"),
+        ({"loss_reduction": "none"}, "loss_reduction"),
+        ({"secure_mode": True}, "secure_mode"),
+        ({"unclipped_num_std": 1.0}, "target_unclipped_quantile"),
+    ],
+)
+def test_a_wrong_argument_of_an_optimizer_built_by_hand_is_named(changes, named):
+    given = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "expected_batch_size": 4}
+    with pytest.raises(ValueError, match=named):
+        DPOptimizer(torch.optim.SGD(classifier().parameters(), 0.1), **given | changes)
+
+
 def test_an_optimizer_is_not_private_by_its_name():
-    with pytest.raises(TypeError, match="make_private"):
-        DPOptimizer(
-            torch.optim.SGD(classifier().parameters(), 0.1),
-            None,
-            noise_multiplier=1.0,
-            expected_batch_size=4,
-            loss_reduction="mean",
-        )
+    model = classifier()
+    optimizer = DPOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        expected_batch_size=4,
+    )
+    model(records()[:4][0]).sum().backward()
+    with pytest.raises(RuntimeError, match="GradSampleModule"):
+        optimizer.step()
+
+
+def test_samples_on_the_second_axis_need_layers_that_have_one():
+    model = nn.Sequential(nn.Conv1d(4, 6, 1), nn.Linear(6, 3)).double()
+    with pytest.raises(ValueError, match=r"batch_first.*Conv1d"):
+        made(module=model, batch_first=False)
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_the_bound_cannot_be_set_where_samples_set_it():

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
+from dpkernels.engine import make_private as engine_make_private
 from dpkernels.opacus import PrivacyEngine
 from dpkernels.opacus.data_loader import DPDataLoader, OwnOrder
 from dpkernels.opacus.validators.errors import UnsupportedModuleError
@@ -238,15 +239,20 @@ def test_one_engine_for_two_data_sets_warns():
         engine.make_private(**arguments())
 
 
-def test_a_second_make_private_on_a_model_is_refused():
-    model, _, loader = made()
-    inner = model._module
-    for module in (model, inner):
-        with pytest.raises(ValueError, match="in private training already"):
-            made(module=module, data_loader=loader)
-    assert model.to_standard_module() is inner
-    again, *_ = made(module=inner, data_loader=loader)
-    assert again._module is inner
+def test_a_model_that_the_engine_itself_trains_is_refused():
+    given = arguments()
+    training = engine_make_private(
+        given["module"],
+        given["optimizer"],
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        expected_batch_size=4,
+        loss_reduction="mean",
+    )
+    with pytest.raises(ValueError, match="detach"):
+        made(**given)
+    training.detach()
+    made(**given)
 
 
 def test_a_model_given_back_is_an_ordinary_one():

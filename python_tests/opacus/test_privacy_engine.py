@@ -44,29 +44,34 @@ def test_the_model_is_the_one_inside_but_for_its_name():
     inner.note = "mine"
     model, *_ = made(module=inner)
     assert model._module is inner and model.note == "mine"
-    assert [*model.state_dict()] == [*inner.state_dict()]
+    names = ["_module." + name for name in inner.state_dict()]
+    assert [*model.state_dict()] == [name for name, _ in model.named_parameters()] == names
     assert [id(p) for p in model.parameters()] == [id(p) for p in inner.parameters()]
     assert not model.eval()._module.training and model.train()._module.training
     with pytest.raises(AttributeError):
         _ = model.nothing
 
 
-def test_a_copy_of_the_model_is_an_ordinary_one_of_its_own():
+def test_a_copy_of_the_model_trains_without_privacy_only_if_that_is_said():
     model, optimizer, loader = made()
     copied = copy.deepcopy(model)
     x = torch.randn(2, 4).double()
-    wanted = copied(x)
+    with pytest.warns(UserWarning, match="neither clipped nor noisy"):
+        wanted = copied(x)
     assert torch.equal(wanted, model(x))
     train(model, optimizer, loader)
     assert torch.equal(copied(x), wanted) and not torch.equal(model(x), wanted)
-    copied(x).sum().backward()
-    assert all(parameter.grad is not None for parameter in copied.parameters())
+    with pytest.raises(RuntimeError, match="copy of one in private training"):
+        copied(x).sum().backward()
+    plain = copied.to_standard_module()
+    plain(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in plain.parameters())
 
 
 @pytest.mark.parametrize("prefix", ["", "_module."])
 def test_a_state_loads_with_and_without_opacus_prefix(prefix):
     model, *_ = made()
-    wanted = {name: x + 1 for name, x in model.state_dict().items()}
+    wanted = {name: x + 1 for name, x in model._module.state_dict().items()}
     model.load_state_dict({prefix + name: x for name, x in wanted.items()})
     assert all(torch.equal(x, wanted[name]) for name, x in model._module.state_dict().items())
 
@@ -238,7 +243,7 @@ def test_a_private_loader_serves_another_run(before, now):
 def test_a_noise_generator_is_a_seed_and_says_so():
     grads = []
     for _ in range(2):
-        with pytest.warns(UserWarning, match="fixed seed 3"):
+        with pytest.warns(UserWarning, match="fixed seed"):
             model, optimizer, _ = PrivacyEngine().make_private(
                 **arguments(noise_generator=torch.Generator().manual_seed(3))
             )

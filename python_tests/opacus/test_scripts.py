@@ -22,10 +22,11 @@ def states_of(script, setting):
     """Return the model's state before the first step and after each."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return [
-            {name.removeprefix("_module."): x.clone() for name, x in model.state_dict().items()}
-            for model in script(setting)
-        ]
+        return [state_of(model) for model in script(setting)]
+
+
+def state_of(model):
+    return {name.removeprefix("_module."): x.clone() for name, x in model.state_dict().items()}
 
 
 def distance(state, other):
@@ -47,7 +48,7 @@ def assert_steps_agree(script, ours, theirs):
     wanted = states_of(script, theirs)
     moved = 0.0
     for step, model in enumerate(script(ours)):
-        state = {name: x.clone() for name, x in model.state_dict().items()}
+        state = state_of(model)
         if step > 0:
             size = math.sqrt(sum(float(x.square().sum()) for x in state.values()))
             allowed = largest * (wrong + rounding) + rounding * size

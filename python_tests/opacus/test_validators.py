@@ -9,6 +9,7 @@ from torch import nn
 from dpkernels.opacus.layers import DPLSTM
 from dpkernels.opacus.validators import (
     ModuleValidator,
+    batch_norm,
     register_module_fixer,
     register_module_validator,
 )
@@ -113,3 +114,38 @@ def test_validators_and_fixers_of_the_callers_own(monkeypatch):
     model = nn.Sequential(Odd(3, 2))
     assert [str(error) for error in ModuleValidator.validate(model)] == ["odd"]
     assert type(ModuleValidator.fix_and_validate(model)[0]) is nn.Linear
+
+
+def frozen_and_constant(norm):
+    norm.running_mean.normal_()
+    return norm.requires_grad_(False).eval()
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
+def test_a_frozen_batch_norm_in_evaluation_mode_is_left_alone(kind, affine):
+    norm = frozen_and_constant(kind(8, affine=affine))
+    assert not batch_norm.validate(norm)
+    model = nn.Sequential(nn.Linear(8, 8), norm, kind(8))
+    fixed = ModuleValidator.fix(model)
+    assert type(fixed[1]) is kind and not fixed[1].training
+    assert torch.equal(fixed[1].running_mean, norm.running_mean)
+    assert isinstance(fixed[2], nn.GroupNorm)
+    assert isinstance(ModuleValidator.fix(norm), kind)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda norm: norm.train(),
+        lambda norm: norm.requires_grad_(True),
+        lambda norm: norm.weight.requires_grad_(True),
+        lambda norm: setattr(norm, "running_mean", None),
+    ],
+    ids=["in training mode", "trained", "scale trained", "without averages"],
+)
+def test_any_other_batch_norm_is_replaced(change):
+    norm = frozen_and_constant(nn.BatchNorm2d(8))
+    change(norm)
+    assert [type(error) for error in batch_norm.validate(norm)] == [ShouldReplaceModuleError]
+    assert isinstance(ModuleValidator.fix(with_norm(norm))[1], nn.GroupNorm)

@@ -102,11 +102,11 @@ def test_operators_called_directly_refuse_what_they_cannot_read(cpp: str) -> Non
     with pytest.raises(ValueError, match="activations and errors must be"):
         operators.ghost_linear_sq_norms(A, D[:2], False, True)
     with pytest.raises(ValueError, match="out must be a contiguous"):
-        operators.ghost_linear_weighted_sum_(out[:, :4], None, A, D, ONES, False)
+        operators.ghost_linear_weighted_sum_(out[:, :4], None, A, D, ONES, None, False)
     with pytest.raises(ValueError, match="factors must be"):
-        operators.ghost_linear_weighted_sum_(out, None, A, D, ONES[:2], False)
+        operators.ghost_linear_weighted_sum_(out, None, A, D, ONES[:2], None, False)
     with pytest.raises(ValueError, match="shares memory"):
-        operators.ghost_linear_weighted_sum_(out, out[0, :4], A, D, ONES, False)
+        operators.ghost_linear_weighted_sum_(out, out[0, :4], A, D, ONES, None, False)
     assert not out.any()
 
 
@@ -204,7 +204,8 @@ def test_opcheck() -> None:
         for width, bias_out in ((5, None), (5, bias), (4, bias)):
             out = torch.zeros(6, width, dtype=sums)
             check(
-                operators.ghost_linear_weighted_sum_.default, (out, bias_out, a, d, factors, True)
+                operators.ghost_linear_weighted_sum_.default,
+                (out, bias_out, a, d, factors, None, True),
             )
 
 
@@ -233,14 +234,14 @@ def test_the_triton_product_is_split_and_every_part_is_added() -> None:
     tiles, rows = 1, a.shape[0] * a.shape[1]
     assert triton_linear._programs(a.device) // tiles > 1 < rows // triton_linear._BLOCK
     out, bias = torch.full((2, 3), 5.0), torch.full((2,), 5.0)
-    triton_linear.weighted_sum_(out, bias, a, d, torch.ones(9), True)
+    triton_linear.weighted_sum_(out, bias, a, d, torch.ones(9), None, True)
     assert torch.equal(out, torch.full((2, 3), 275.0)) and torch.equal(bias, out[:, 0])
 
 
 @pytest.mark.parametrize("positions", [31, 32, 33, 97])
 def test_triton_gram_around_the_edge_of_a_block(positions: int) -> None:
     a, d = cases.inputs((3, positions), 33, 3, torch.float32)
-    found = triton_linear.sq_norms(a, d, False, True)
+    found, _ = triton_linear.sq_norms(a, d, False, True)
     terms = (a.double().norm(dim=2) * d.double().norm(dim=2)).sum(1)
     exact = cases.exact(a, d).sq_norms(False)
     assert_never_low(found, exact, positions, terms, torch.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dpkernels.privacy import (
@@ -18,6 +18,7 @@ from dpkernels.privacy import (
     calibrate_steps,
 )
 from dpkernels.privacy.calibration import epsilon_after
+from python_tests.hypothesis_profiles import examples
 
 
 def logarithmic(low, high):
@@ -44,34 +45,25 @@ def check_noise(accountant, epsilon, delta, steps, sampling):
         assert spent(0.98 * sigma) > epsilon
 
 
-def random_settings(count):
-    return settings(
-        max_examples=count,
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
-
-
-@random_settings(800)
+@examples(800)
 @given(EPSILONS, DELTAS, STEPS, POISSON)
 def test_noise_for_poisson_sampling_by_rdp(epsilon, delta, steps, sampling):
     check_noise("rdp", epsilon, delta, steps, sampling)
 
 
-@random_settings(100)
+@examples(100)
 @given(EPSILONS, DELTAS, STEPS, DRAWN | UNSAMPLED)
 def test_noise_for_other_sampling_by_rdp(epsilon, delta, steps, sampling):
     check_noise("rdp", epsilon, delta, steps, sampling)
 
 
-@random_settings(100)
+@examples(100)
 @given(EPSILONS, DELTAS, STEPS, UNSAMPLED)
 def test_noise_without_sampling_exactly(epsilon, delta, steps, sampling):
     check_noise("gaussian", epsilon, delta, steps, sampling)
 
 
-@random_settings(30)
+@examples(30)
 @given(EPSILONS, logarithmic(1e-7, 1e-3), logarithmic(1, 1e4).map(round), POISSON | DRAWN)
 def test_noise_by_pld(epsilon, delta, steps, sampling):
     check_noise("pld", epsilon, delta, steps, sampling)

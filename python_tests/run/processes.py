@@ -161,7 +161,23 @@ def sampler_of_another_rank() -> str:
     )
 
 
+def batch_taken_back_on_one_rank() -> tuple[str, bool, int, float]:
+    """Return what a step says to which rank 0 brings no samples, and what comes after it."""
+    run, _ = made(nn.parallel.DistributedDataParallel)
+    x, y = next(iter(run.loader))
+    nn.functional.cross_entropy(run.training.model(x), y).backward()
+    if dist.get_rank() == 0:
+        run.training.optimizer.zero_grad()
+    error = error_of(run.training.optimizer.step)
+    again, y = next(iter(run.loader))
+    nn.functional.cross_entropy(run.training.model(again), y).backward()
+    run.training.optimizer.step()
+    next(iter(run.loader))
+    return error, torch.equal(x, again), run.training.steps, run.loader.batches_handed_out
+
+
 ALL = [
+    batch_taken_back_on_one_rank,
     ddp_resumed,
     fsdp_resumed,
     broken_off_between_files,

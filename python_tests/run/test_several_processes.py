@@ -63,3 +63,11 @@ def test_a_sampler_for_one_process_is_refused_in_several(ranks):
 def test_microbatches_of_a_sharded_model_are_refused(ranks):
     for one in ranks:
         assert "max_physical_batch_size must be None" in one["microbatches_of_shards"]
+
+
+def test_a_batch_taken_back_on_one_rank_waits_on_all(ranks):
+    errors, same, steps, handed_out = zip(
+        *(one["batch_taken_back_on_one_rank"] for one in ranks), strict=True
+    )
+    assert "does not have all samples" in errors[0] and errors[1]
+    assert same == (True, True) and steps == (1, 1) and handed_out == (2, 2)

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from dpkernels.engine.capture import Captured, Site
-from dpkernels.engine.layers.layer import Layer, Norms, WeightAndBias
+from dpkernels.engine.layers.layer import Layer, Norms, Unsupported, WeightAndBias
 from dpkernels.engine.sides import Sides
 from dpkernels.ops import ghost
 from dpkernels.ops.factor import Diagonal
@@ -43,12 +43,15 @@ captured_embedding: Callable[..., Tensor] = CapturedEmbedding.apply
 class EmbeddingLayer(Layer):
     """``nn.Embedding``: errors of one token are added up within each sample.
 
-    Tokens that are the same for all samples (positions: one row, or 0, 1, 2, ... in a vector) are
-    looked up once for each sample, so that each sample's part of the gradient can be told apart.
+    Indices are the samples' own, ``[B, *]``, or shared by all of them: positions ``[T]`` or
+    ``[1, T]`` that provably do not come from the samples. Shared ones are looked up once for each
+    sample, so that each sample's part of the gradient can be told apart. Which of the two holds is
+    found out before the first step, and never again.
     """
 
     rule = "embedding"
-    _positions: bool | None = None
+    _shared: bool | None = None
+    _unsure = False
 
     def forward(self, site: Site, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         """Compute the layer's output."""
@@ -57,52 +60,55 @@ class EmbeddingLayer(Layer):
             self._for_each_sample(indices, site.batch), self.module.weight, site
         )
 
-    def _for_each_sample(self, indices: Tensor, batch: int | None) -> Tensor:
-        if indices.dim() == 0:
-            return indices
-        if batch is None:
-            self._check_samples(indices)
-            return indices
-        if indices.dim() > 1:
-            common = indices.shape[0] == 1 and batch != 1
-            return indices.expand(batch, *indices.shape[1:]) if common else indices
-        if self._holds_positions(indices, batch):
-            return indices.expand(batch, *indices.shape)
-        return indices
-
-    def _check_samples(self, indices: Tensor) -> None:
-        """Raise RuntimeError for positions, ``[T]`` or ``[1, T]``, of who knows how many samples.
-
-        They would be taken for the tokens of T samples, or of one.
-        """
-        row = indices[0] if indices.dim() == 2 and indices.shape[0] == 1 else indices
-        if row.dim() == 1 and row.shape[0] > 1 and _is_range(row):
-            raise RuntimeError(
-                f"{self.describe()}: its input, 0 to {row.shape[0] - 1}, looks like positions, but "
-                "how many samples they are for is not known outside of a call of the model; call "
-                "the model itself, with the samples in a tensor among its arguments"
+    def note_input(self, shape: Sequence[int], shared: bool, batch: int) -> None:
+        """Learn whether indices are the samples' own; raise Unsupported where nothing fits."""
+        if not shared:
+            self._decide(False)
+        elif len(shape) == 0 or (len(shape) > 1 and shape[0] not in (1, batch)):
+            raise Unsupported(
+                f"{self.describe()}: its indices, {list(shape)}, are shared by all samples, so "
+                "that the samples' parts of its gradient cannot be told apart; pass them as "
+                "[1, T] or [samples, T], or freeze it with requires_grad_(False)"
             )
+        elif shape[0] != batch:
+            self._decide(True)
+        elif self._shared is None and batch > 1:
+            # As many as samples: [samples, *] made of constants, or positions by chance.
+            self._shared, self._unsure = False, len(shape) == 1
 
-    def _holds_positions(self, indices: Tensor, batch: int) -> bool:
-        """Return whether a vector of indices is about positions, not one token a sample.
+    def _decide(self, shared: bool) -> None:
+        if self._shared not in (None, shared):
+            raise Unsupported(
+                f"{self.describe()}: it looks up the samples' own indices in one call and shared "
+                "positions in another; use one embedding for each"
+            )
+        self._shared, self._unsure = shared, False
 
-        As many elements as samples can be either; what earlier calls were decides, and a long
-        enough 0, 1, 2, ... is not a coincidence (one in 40,000 permutations of 8).
-        """
-        if indices.shape[0] != batch:
-            self._positions = _is_range(indices)
-        elif self._positions is None or not self._positions:
-            is_range = _is_range(indices)
-            if not is_range:
-                self._positions = False
-            elif self._positions is None and 1 < batch < 8:
-                raise RuntimeError(
-                    f"{self.describe()}: {indices.tolist()} may be positions or one token for each "
-                    f"of {batch} samples; pass positions as [1, T] and tokens as [samples, 1]"
-                )
-            elif self._positions is None and batch > 1:
-                self._positions = True
-        return bool(self._positions)
+    def settle_layout(self) -> bool:
+        """Take as many indices as samples for positions, if they may be."""
+        if not self._unsure:
+            return False
+        self._shared, self._unsure = True, False
+        return True
+
+    def _for_each_sample(self, indices: Tensor, batch: int | None) -> Tensor:
+        if batch is None and (indices.dim() < 2 or indices.shape[0] == 1):
+            raise RuntimeError(
+                f"{self.describe()}: its indices, {list(indices.shape)}, may be shared by all "
+                "samples, whose number is not known outside of a call of the model; call the "
+                "model itself, with the samples in a tensor among its arguments"
+            )
+        # An empty batch has no indices of its own: what comes before the first sample is shared.
+        shared = self._shared or (self._shared is None and batch == 0 and indices.shape[0] > 0)
+        if not shared or batch is None:
+            return indices
+        if indices.dim() > 1 and indices.shape[0] != 1:
+            raise RuntimeError(
+                f"{self.describe()}: its indices were shared by all samples, [T] or [1, T], and "
+                f"now are {list(indices.shape)}; use one embedding for each"
+            )
+        row = indices if indices.dim() == 1 else indices[0]
+        return row.expand(batch, *row.shape)
 
     def norms(self, captured: Captured, sides: Sides) -> Norms:
         """Return norms from tokens ``[B, *]`` and errors ``[B, *, D]``."""
@@ -177,8 +183,3 @@ class EmbeddingBagLayer(EmbeddingLayer):
         elif module.mode == "mean":
             kept = kept / kept.sum(1, keepdim=True).clamp(min=1)
         return (embedded * kept.unsqueeze(-1)).sum(1)
-
-
-def _is_range(indices: Tensor) -> bool:
-    """Return whether a vector is 0, 1, 2, ..., which are positions rather than data."""
-    return bool((indices == torch.arange(indices.shape[0], device=indices.device)).all())

@@ -178,6 +178,21 @@ class Layer(ABC):
     def plan(self, captured: Captured, sides: Sides) -> Plan:
         """Return what the norms and the sum of one use cost, and how they are computed."""
 
+    def errors(self, captured: Captured) -> Sequence[Tensor]:
+        """Return those of the captured tensors that come from the backward pass, ``[B, ...]``."""
+        return captured[1::2]
+
+    def note_input(self, shape: Sequence[int], shared: bool, batch: int) -> None:  # noqa: B027
+        """Learn from a call what its first input is; called before the layer is used.
+
+        shape: of the input. shared: whether it provably does not come from the samples. batch: how
+        many of them there are.
+        """
+
+    def settle_layout(self) -> bool:
+        """Take another reading of the inputs, if there is one, because errors refute this one."""
+        return False
+
     def gradients(self, captured: Captured) -> tuple[Tensor, ...]:
         """Return per-sample gradients of all trained parameters, as they are.
 

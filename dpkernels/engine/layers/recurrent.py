@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from dpkernels.engine.capture import Captured, Site
 from dpkernels.engine.layers.layer import Layer, Norms
 from dpkernels.engine.layers.linear import computing_dtype
+from dpkernels.engine.layers.packed import Padding
 from dpkernels.engine.layers.product import Product
 from dpkernels.engine.layers.recurrent_cells import Cell, Elman, Gru, Lstm, Weights, shifted
 from dpkernels.engine.sides import Sides
@@ -37,12 +38,15 @@ class CapturedRecurrence(torch.autograd.Function):
         x: Tensor,
         h: Tensor,
         c: Tensor | None,
+        padded: Tensor | None,
         *parameters: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return outputs ``[B, T, P]`` and, of an LSTM, the last cell ``[B, H]``.
 
-        x: ``[B, T, I]``. h, c: initial states. parameters: weight_ih, weight_hh, weight_hr, bias_ih
-        and bias_hh, some of which may be None.
+        x: ``[B, T, I]``. h, c: initial states. padded: bool ``[B, T]``, True after the end of a
+        sequence, or None; with it, outputs there are 0, and an LSTM's cells of all steps are
+        returned, ``[B, T, H]``. parameters: weight_ih, weight_hh, weight_hr, bias_ih and bias_hh,
+        some of which may be None.
         """
         ctx.cell, ctx.sites = cell, sites
         ctx.dtypes = [x.dtype, h.dtype, None if c is None else c.dtype]
@@ -55,8 +59,15 @@ class CapturedRecurrence(torch.autograd.Function):
             b_ih, b_hh = b_ih + b_hh, None
         gates = functional.linear(x, w_ih, b_ih)
         outputs, saved = cell.forward(gates, h, c, Weights(w_hh, b_hh, w_hr), order)
+        if padded is not None:
+            # States go on after the end and may overflow there: 0 times that is not 0.
+            for kept in (outputs, *saved):
+                kept.masked_fill_(padded.unsqueeze(-1), 0.0)
         ctx.save_for_backward(x, h, c, w_ih, w_hh, w_hr, outputs, *saved)
-        return outputs, saved[-1][:, order[-1]].clone() if cell.has_cell else None
+        if not cell.has_cell:
+            return outputs, None
+        cells = saved[-1]
+        return outputs, (cells[:, order[-1]] if padded is None else cells).clone()
 
     @staticmethod
     @once_differentiable
@@ -76,7 +87,7 @@ class CapturedRecurrence(torch.autograd.Function):
             None if d is None else d.to(dtype)
             for d, dtype in zip((d_x, errors.h, errors.c), ctx.dtypes, strict=True)
         ]
-        return None, None, None, *gradients, *[None] * 5
+        return None, None, None, *gradients, *[None] * 6
 
 
 captured_recurrence: Callable[..., tuple[Tensor, Tensor | None]] = CapturedRecurrence.apply
@@ -118,34 +129,45 @@ class RecurrentLayer(Layer):
         self.sublayers = tuple(self._products.values())
 
     def forward(
-        self, site: Site, plain: Callable[..., Any], input: Tensor, hx: Any = None
-    ) -> tuple[Tensor, Any]:
+        self, site: Site, plain: Callable[..., Any], input: Tensor | PackedSequence, hx: Any = None
+    ) -> tuple[Tensor | PackedSequence, Any]:
         """Compute outputs of all steps, and the last states."""
         module = self.module
-        self._check_input(input)
-        x = input if module.batch_first else input.transpose(0, 1)
-        states = self._initial_states(input, hx)
+        padding: Padding | None = None
+        if isinstance(input, PackedSequence):
+            x, padding = Padding.of(input)
+        else:
+            self._check_input(input)
+            x = input if module.batch_first else input.transpose(0, 1)
+        states = self._initial_states(input, x, hx)
         directions = 2 if module.bidirectional else 1
         last: list[tuple[Tensor, ...]] = []
         for first in range(0, len(self._suffixes), directions):
             outputs = []
             for index in range(first, first + directions):
                 each = [state[index] for state in states]
-                y, cell = self._run(site, index, x, each)
+                y, ends = self._run(site, index, x, each, padding)
                 outputs.append(y)
-                end = y[:, 0 if index > first else -1]
-                last.append((end,) if cell is None else (end, cell))
+                last.append(ends)
             x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
             if module.dropout and module.training and first + directions < len(self._suffixes):
                 x = functional.dropout(x, module.dropout)
         finals = tuple(torch.stack(state) for state in zip(*last, strict=True))
-        output = x if module.batch_first else x.transpose(0, 1)
+        if padding is not None:
+            output: Tensor | PackedSequence = padding.repacked(x)
+        else:
+            output = x if module.batch_first else x.transpose(0, 1)
         return output, finals if self._cell.has_cell else finals[0]
 
     def _run(
-        self, site: Site, index: int, x: Tensor, states: list[Tensor]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run one layer in one direction."""
+        self,
+        site: Site,
+        index: int,
+        x: Tensor,
+        states: list[Tensor],
+        padding: Padding | None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Run one layer in one direction; return all outputs, and the last states."""
         suffix = self._suffixes[index]
         names = ("weight_ih", "weight_hh", "weight_hr", "bias_ih", "bias_hh")
         parameters = [getattr(self.module, f"{name}_{suffix}", None) for name in names]
@@ -156,31 +178,43 @@ class RecurrentLayer(Layer):
         }
         h, c = states if self._cell.has_cell else (states[0], None)
         reverse = suffix.endswith("_reverse")
-        return captured_recurrence(self._cell, reverse, sites, x, h, c, *parameters)
+        if padding is None:
+            y, cell = captured_recurrence(self._cell, reverse, sites, x, h, c, None, *parameters)
+            end = y[:, 0 if reverse else -1]
+            return y, (end,) if cell is None else (end, cell)
+        # Backwards from its own end, a sequence never meets its padding.
+        x = padding.reversed(x) if reverse else x
+        y, cells = captured_recurrence(
+            self._cell, False, sites, x, h, c, padding.padded, *parameters
+        )
+        ends = (padding.last(y),) if cells is None else (padding.last(y), padding.last(cells))
+        return (padding.reversed(y) if reverse else y), ends
 
     def _check_input(self, x: Any) -> None:
-        if isinstance(x, PackedSequence):
-            raise RuntimeError(
-                f"{self.describe()}: a PackedSequence gives samples no axis of their own; pass the "
-                "padded tensor, and pick the steps that count from the output (the reverse "
-                "direction meets the padding first: pad at the front for that one)"
-            )
         if x.is_nested or x.dim() != 3 or x.shape[1 if self.module.batch_first else 0] == 0:
             raise RuntimeError(
                 f"{self.describe()}: its input must be a plain tensor of 3 axes, samples and at "
                 "least one step among them; pad sequences to one length"
             )
 
-    def _initial_states(self, x: Tensor, hx: Any) -> tuple[Tensor, ...]:
-        """Return h, and c of an LSTM, each ``[layers * directions, B, *]``."""
+    def _initial_states(
+        self, given: Tensor | PackedSequence, x: Tensor, hx: Any
+    ) -> tuple[Tensor, ...]:
+        """Return h, and c of an LSTM, each ``[layers * directions, B, *]``.
+
+        given: the module's input. x: ``[B, T, I]``.
+        """
         module = self.module
         if hx is None:
-            batch, widths = x.shape[0 if module.batch_first else 1], [module.hidden_size]
+            batch, widths = x.shape[0], [module.hidden_size]
             if self._cell.has_cell:
                 widths.insert(0, module.proj_size or module.hidden_size)
             states = tuple(x.new_zeros(len(self._suffixes), batch, width) for width in widths)
             hx = states if self._cell.has_cell else states[0]
-        module.check_forward_args(x, hx, None)
+        if isinstance(given, PackedSequence):
+            module.check_forward_args(given.data, hx, given.batch_sizes)
+        else:
+            module.check_forward_args(given, hx, None)
         return tuple(hx) if self._cell.has_cell else (hx,)
 
     def norms(self, captured: Captured, sides: Sides) -> Norms:
@@ -237,7 +271,9 @@ class CellLayer(Layer):
         sites = {part: site.of(product) for part, product in self._products.items()}
         h, c = (*states, None)[:2]
         weights = module.weight_ih, module.weight_hh, None, module.bias_ih, module.bias_hh
-        y, cell = captured_recurrence(self._cell, False, sites, input.unsqueeze(1), h, c, *weights)
+        y, cell = captured_recurrence(
+            self._cell, False, sites, input.unsqueeze(1), h, c, None, *weights
+        )
         return y.squeeze(1) if cell is None else (y.squeeze(1), cell)
 
     def norms(self, captured: Captured, sides: Sides) -> Norms:

@@ -219,8 +219,14 @@ class Lstm:
             x.unbind(1)
             for x in (d_outputs, totals, slopes, o_slopes, c_slopes, f, of_ifg, of_o, errors)
         ]
+        # Of the last cell, or of the cell at every step.
+        each_cell = d_cell.unbind(1) if d_cell.dim() == 3 else None
         carried, carried_c = torch.zeros_like(h), d_cell
+        if each_cell is not None:
+            carried_c = torch.zeros_like(c)
         for t in reversed(order):
+            if each_cell is not None:
+                carried_c = carried_c + each_cell[t]
             d_output, total, slope, o_slope, c_slope, keep, ifg, last, row = (x[t] for x in each)
             torch.add(d_output, carried, out=total)
             d_hidden = total if weights.hr is None else total @ weights.hr

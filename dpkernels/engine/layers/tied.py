@@ -7,8 +7,11 @@ E = sum_s e_s at row token_s of the embeddings, so
     |L + E|^2 = |L|^2 + |E|^2 + 2 sum_{s,t} d_t[token_s] (e_s . a_t).
 
 If L and E cancel, what float64 rounded of these terms may be more than what is left. So a bound of
-that is added, about 1e-13 of ``(sum_t |d_t| |a_t| + sum_s |e_s|)^2``, and what the float32 sum
-rounds. The bound of |L|^2 itself stays what it is of L: where that cancels, norms come out high.
+that is added, about 1e-13 of ``(sum_t |d_t| |a_t| + sum_s |e_s|)^2``. The bound of |L|^2 itself
+stays what it is of L: where that cancels, norms come out high.
+
+L and E go to one float32 buffer, and round there before they cancel. A bound of that is added, too;
+where it is more than a limit, the gradient of the sample is formed in float64 and rounded once.
 """
 
 from __future__ import annotations
@@ -29,7 +32,12 @@ from dpkernels.ops import ghost
 from dpkernels.ops.ghost import EmbeddingNorms, LinearNorms
 from dpkernels.ops.ghost.layer import sum_dtype
 from dpkernels.ops.ghost.plan import Plan
-from dpkernels.ops.ghost.rounding import raised, rounding_error, sum_error
+from dpkernels.ops.ghost.rounding import (
+    rounding_error,
+    sum_error,
+    sum_limit,
+    with_sum_error,
+)
 
 # Cross terms of so many elements of samples are formed at a time: 32 MB of float64.
 _BLOCK_ELEMENTS = 1 << 22
@@ -37,11 +45,18 @@ _BLOCK_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class TiedNorms:
-    """Norms of a weight that linear layers and embeddings share."""
+    """Norms of a weight ``[V, D]`` that linear layers and embeddings share.
 
-    linear: Norms
-    embedding: Norms
+    tokens, errors: of the embeddings, ``[B, S]`` and ``[B, S, D]``.
+    apart: bool ``[B]``, samples whose two parts cancel.
+    """
+
+    linear: WeightAndBias
+    embedding: WeightAndBias
+    tokens: Tensor
+    errors: Tensor
     sq_norms: Tensor
+    apart: Tensor
 
     @property
     def formula(self) -> str:
@@ -49,9 +64,33 @@ class TiedNorms:
         return f"{self.linear.formula} + {self.embedding.formula} + cross terms"
 
     def add_to(self, sums: Sequence[Tensor], factors: Tensor, accumulate: bool) -> None:
-        """Add both weighted sums to the one buffer."""
-        self.linear.add_to(sums, factors, accumulate)
-        self.embedding.add_to(sums, factors, True)
+        """Add both weighted sums to the one buffer, or their sum where they cancel."""
+        shared = factors
+        if bool(self.apart.any()):
+            shared = factors.masked_fill(self.apart, 0.0)
+        self.linear.add_to(sums, shared, accumulate)
+        self.embedding.add_to(sums, shared, True)
+        if shared is not factors:
+            for b in (self.apart & (factors != 0)).nonzero().flatten().tolist():
+                self._add_sample(b, sums[0], factors[b].double())
+
+    def _add_sample(self, b: int, total: Tensor, factor: Tensor) -> None:
+        """Add the gradient of sample b, formed in float64: some rows of the table at a time."""
+        norms = self.linear.norms
+        assert isinstance(norms, LinearNorms)
+        tokens, errors = self.tokens[b], self.errors[b].double()
+        rows = max(1, _BLOCK_ELEMENTS // max(1, total.shape[1]))
+        for first in range(0, total.shape[0], rows):
+            part = total[first : first + rows]
+            last = first + part.shape[0]
+            if norms.stored:
+                gradient = norms.saved[0][b, first:last].double()
+            else:
+                a, d = (x[b].double() for x in norms.saved)
+                gradient = d[:, first:last].mT @ a
+            here = (tokens >= first) & (tokens < last)
+            gradient = gradient.index_add(0, tokens[here] - first, errors[here])
+            part += (factor * gradient).to(total.dtype)
 
 
 class TiedGroup(Layer):
@@ -125,10 +164,11 @@ class TiedGroup(Layer):
             assert found is not None
             return WeightAndBias(found)
         if by_position.stored:
-            total = _sq_norms_from_gradients(by_position, by_token, tokens, e)
+            total, apart = _sq_norms_from_gradients(by_position, by_token, tokens, e)
         else:
-            total = _sq_norms_from_positions(by_position, by_token, a, d, tokens, e)
-        return TiedNorms(WeightAndBias(by_position), WeightAndBias(by_token), total)
+            total, apart = _sq_norms_from_positions(by_position, by_token, a, d, tokens, e)
+        linear_part, embedding_part = WeightAndBias(by_position), WeightAndBias(by_token)
+        return TiedNorms(linear_part, embedding_part, tokens, e, total, apart)
 
     @staticmethod
     def _without_padding(member: EmbeddingLayer, use: Captured) -> Captured:
@@ -165,8 +205,10 @@ class TiedGroup(Layer):
 
 def _sq_norms_from_positions(
     linear: LinearNorms, embedding: EmbeddingNorms, a: Tensor, d: Tensor, tokens: Tensor, e: Tensor
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Return ``|L + E|^2``, ``[B]`` in float64, with the cross terms of all positions and tokens.
+
+    Also which samples' two parts cancel too far to be added up in float32.
 
     a ``[B, T, D]``, d ``[B, T, V]``, tokens ``[B, S]``, e ``[B, S, D]``. 2 B T S D flops.
     """
@@ -178,12 +220,14 @@ def _sq_norms_from_positions(
         cross[at] = (met * (a[at].double() @ e[at].double().mT)).sum(2).sum(1)
         reach[at] = (_lengths(a[at]) * _lengths(d[at])).sum(1)
     roundings = positions + count + a.shape[2]
-    return _with_cross_terms(linear, embedding, cross, reach + _lengths(e).sum(1), roundings)
+    of_sum = sum_error(sum_dtype(a.dtype), positions) * reach
+    reach += _lengths(e).sum(1)
+    return _with_cross_terms(linear, embedding, cross, reach, roundings, of_sum, positions)
 
 
 def _sq_norms_from_gradients(
     linear: LinearNorms, embedding: EmbeddingNorms, tokens: Tensor, e: Tensor
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Return the same from stored L, ``sum_s L[token_s] . e_s``: the very numbers that are summed.
 
     The products of positions differ from those by float32 roundings, which cancel with nothing.
@@ -193,26 +237,38 @@ def _sq_norms_from_gradients(
     for at in _blocks(e.shape[0], tokens.shape[1] * width):
         met = gradients[at].gather(1, tokens[at].unsqueeze(2).expand(-1, -1, width)).double()
         cross[at] = (met * e[at].double()).sum(2).sum(1)
-    reach = linear.sq_norms.sqrt() + _lengths(e).sum(1)
-    return _with_cross_terms(linear, embedding, cross, reach, tokens.shape[1] + width)
+    lengths = linear.sq_norms.sqrt()
+    of_sum = sum_error(gradients.dtype, 1) * lengths
+    reach, roundings = lengths + _lengths(e).sum(1), tokens.shape[1] + width
+    return _with_cross_terms(linear, embedding, cross, reach, roundings, of_sum, 1)
 
 
 def _with_cross_terms(
-    linear: LinearNorms, embedding: EmbeddingNorms, cross: Tensor, reach: Tensor, roundings: int
-) -> Tensor:
-    """Return ``|L|^2 + |E|^2 + 2 cross`` and a bound of its rounding error; NaN if not sound.
+    linear: LinearNorms,
+    embedding: EmbeddingNorms,
+    cross: Tensor,
+    reach: Tensor,
+    roundings: int,
+    of_linear: Tensor,
+    positions: int,
+) -> tuple[Tensor, Tensor]:
+    """Return ``|L|^2 + |E|^2 + 2 cross`` and bounds of its rounding errors; NaN if not sound.
 
     reach: sum of the lengths of all terms of L and E, whose square is the sum of the magnitudes.
     roundings: of each term of ``cross``, and of the sums for each token; 64 more cover the rest.
+    of_linear: what the sum rounds of L, with so many positions.
     """
     squares = linear.sq_norms + embedding.sq_norms
-    elements = linear.inputs * linear.outputs
+    elements, dtype = linear.inputs * linear.outputs, sum_dtype(linear.saved[0].dtype)
     error = 2 * rounding_error(torch.float64, roundings + 64) * reach.square()
     error += rounding_error(torch.float64, elements) * squares
     total = squares + 2 * cross + error
-    # Both go to one buffer, L first, in which they round before they cancel.
-    of_sum = sum_error(sum_dtype(linear.saved[0].dtype), roundings) * reach
-    return torch.where(total >= 0, raised(total.clamp(min=0), of_sum), torch.nan)
+    total = torch.where(total >= 0, total, torch.nan)
+    # E is rounded once; then the two are added up, each as long as its terms at most.
+    of_sum = of_linear + rounding_error(dtype, 4) * (
+        linear.sq_norms.sqrt() + embedding.sq_norms.sqrt()
+    )
+    return with_sum_error(total, of_sum, sum_limit(positions), dtype)
 
 
 def _lengths(x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Accountants under Opacus' names; epsilon comes from ``dpkernels.privacy.accountants``."""
 
+from dpkernels.opacus.accountants import analysis
 from dpkernels.opacus.accountants.accountant import IAccountant
 from dpkernels.opacus.accountants.gdp import GaussianAccountant
 from dpkernels.opacus.accountants.prv import PRVAccountant
@@ -11,6 +12,7 @@ __all__ = [
     "IAccountant",
     "PRVAccountant",
     "RDPAccountant",
+    "analysis",
     "create_accountant",
     "register_accountant",
 ]

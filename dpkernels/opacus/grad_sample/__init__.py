@@ -4,6 +4,14 @@ Opacus has a class for each way to compute gradients of samples. Here there is o
 """
 
 from dpkernels.opacus.grad_sample.grad_sample_module import GradSampleHooks, GradSampleModule
+from dpkernels.opacus.grad_sample.utils import (
+    get_gsm_class,
+    get_hooks_class,
+    prepare_module,
+    register_grad_sampler,
+    register_norm_sampler,
+    wrap_model,
+)
 
 AbstractGradSampleHooks = GradSampleHooks
 AbstractGradSampleModule = GradSampleModule
@@ -23,4 +31,10 @@ __all__ = [
     "GradSampleModuleExpandedWeights",
     "GradSampleModuleFastGradientClipping",
     "GradSampleModuleFastGradientClippingFSDP",
+    "get_gsm_class",
+    "get_hooks_class",
+    "prepare_module",
+    "register_grad_sampler",
+    "register_norm_sampler",
+    "wrap_model",
 ]

@@ -1,8 +1,27 @@
-"""``DPMultiheadAttention``: torch's attention under Opacus' name."""
+"""``DPMultiheadAttention``: torch's attention under Opacus' name, and ``SequenceBias``."""
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+
+class SequenceBias(nn.Module):
+    """One more position at the end of every sequence, which is a parameter.
+
+    embed_dim: E, its size. batch_first: whether inputs are ``[B, T, E]``, or ``[T, B, E]``.
+    """
+
+    def __init__(self, embed_dim: int, batch_first: bool = False) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        self.bias = nn.Parameter(torch.randn(embed_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` with T + 1 positions."""
+        positions = 1 if self.batch_first else 0
+        last = self.bias.expand_as(x.narrow(positions, 0, 1))
+        return torch.cat([x, last], positions)
 
 
 class DPMultiheadAttention(nn.MultiheadAttention):

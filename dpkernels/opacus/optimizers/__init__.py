@@ -19,4 +19,17 @@ __all__ = [
     "DistributedDPOptimizerFastGradientClipping",
     "FSDPOptimizerFastGradientClipping",
     "SimpleDistributedPerLayerOptimizer",
+    "get_optimizer_class",
 ]
+
+
+def get_optimizer_class(
+    clipping: str, distributed: bool, grad_sample_mode: str | None = None
+) -> type[DPOptimizer]:
+    """Return the class for a way of clipping: the same for all of them."""
+    if clipping not in ("flat", "per_layer", "adaptive"):
+        raise ValueError(
+            "get_optimizer_class: clipping must be 'flat', 'per_layer' or 'adaptive', got "
+            f"{clipping!r}"
+        )
+    return DPOptimizer

@@ -61,19 +61,27 @@ def wrap_data_loader(
     """
     if not isinstance(max_batch_size, int) or max_batch_size < 1:
         raise ValueError(f"max_physical_batch_size must be an integer >= 1, got {max_batch_size!r}")
-    if data_loader is not optimizer.run.loader:
+    run = optimizer.run
+    if run is None:
+        raise ValueError(
+            "BatchMemoryManager: optimizer must be the one that make_private returned, whose "
+            "loader knows which microbatch is the last of its batch; with a DPOptimizer built by "
+            "hand, split batches yourself and call optimizer.signal_skip_step(True) before each "
+            "step() but the last"
+        )
+    if data_loader is not run.loader:
         raise ValueError(
             "data_loader must be the one that make_private returned with this optimizer, which is "
             f"accounted for, got another {type(data_loader).__name__}"
         )
-    training = optimizer.run.training
+    training = run.training
     if training.world_size > 1 and fsdp_modules(training.model):
         raise ValueError(
             "BatchMemoryManager: the model is sharded over processes, which must all have as many "
             "microbatches, but how many a sampled batch has differs between them, and one would "
             "wait for the other; lower batch_size, or use DistributedDataParallel"
         )
-    return SplitLoader(optimizer.run.loader, max_batch_size)
+    return SplitLoader(run.loader, max_batch_size)
 
 
 class BatchMemoryManager:

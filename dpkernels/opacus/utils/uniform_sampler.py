@@ -53,10 +53,23 @@ class DistributedUniformWithReplacementSampler(PoissonSampler):
         )
         self.total_size, self.sample_rate = total_size, sample_rate
 
+    @property
+    def num_samples(self) -> int:
+        """How many of the records are this process' own."""
+        shared, left = divmod(self.total_size, self.world_size)
+        return shared + (self.rank < left)
+
     def set_epoch(self, epoch: int) -> None:
         """Nothing: batches of all epochs are independent."""
 
 
 def seed_of(generator: torch.Generator | None) -> int | None:
-    """Return the seed of a generator, which cannot drive ours itself."""
-    return None if generator is None else generator.initial_seed()
+    """Draw a seed from a generator, which cannot drive ours itself; None without a generator.
+
+    Drawn, so that the generator's state decides: two draws from one generator are different seeds,
+    and the same noise, or the same batches, do not come twice.
+    """
+    if generator is None:
+        return None
+    draw = torch.randint(2**63 - 1, (1,), generator=generator, device=generator.device)
+    return int(draw)

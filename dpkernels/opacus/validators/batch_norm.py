@@ -1,4 +1,7 @@
-"""BatchNorm: each sample's output depends on the others, so it is replaced."""
+"""BatchNorm: each sample's output depends on the others, so it is replaced, unless it is frozen.
+
+Frozen and in evaluation mode it scales and shifts by constants, and mixes nothing.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,22 @@ _INSTANCE_NORMS: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
+def is_constant(module: _BatchNorm) -> bool:
+    """Return whether a BatchNorm is frozen, in evaluation mode, and has running averages."""
+    trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    return not (trained or module.training) and module.running_mean is not None
+
+
 @register_module_validator(_KINDS)
 def validate(module: _BatchNorm) -> list[UnsupportedModuleError]:
-    """Return that it must be replaced."""
+    """Return that it must be replaced, unless it is constant."""
+    if is_constant(module):
+        return []
     return [
         ShouldReplaceModuleError(
             f"{module} normalises over the batch, so that one sample's gradient depends on the "
-            "others; ModuleValidator.fix(model) replaces it by GroupNorm"
+            "others; ModuleValidator.fix(model) replaces it by GroupNorm, and one that is frozen "
+            "(requires_grad_(False)) and in evaluation mode (eval()) may stay"
         )
     ]
 
@@ -38,10 +50,12 @@ def validate(module: _BatchNorm) -> list[UnsupportedModuleError]:
 def fix(
     module: _BatchNorm, *, num_groups: int | None = None, replace_bn_with_in: bool = False, **_: Any
 ) -> nn.Module:
-    """Return a GroupNorm, or an InstanceNorm, of as many channels.
+    """Return a GroupNorm, or an InstanceNorm, of as many channels; a constant one as it is.
 
     num_groups: it must divide the channels; by default the greatest common divisor with 32.
     """
+    if is_constant(module):
+        return module
     if replace_bn_with_in:
         if num_groups is not None:
             raise ValueError(

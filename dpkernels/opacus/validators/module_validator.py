@@ -23,8 +23,8 @@ Fixer = Callable[..., nn.Module]
 class ModuleValidator:
     """The checks of the engine in the form that Opacus' users know.
 
-    Recurrent layers and attention are valid as they are. BatchNorm is not, trained or frozen: it
-    mixes samples either way.
+    Recurrent layers and attention are valid as they are. BatchNorm is valid only if it is frozen
+    and in evaluation mode: call ``eval()`` on it after every ``model.train()``.
     """
 
     VALIDATORS: ClassVar[dict[type[nn.Module], Validator]] = {}
@@ -70,6 +70,8 @@ class ModuleValidator:
             if fixer is None:
                 continue
             new = fixer(child, **kwargs)
+            if new is child:
+                continue
             like = next(child.parameters(), None)
             if like is not None:
                 new.to(like.device)

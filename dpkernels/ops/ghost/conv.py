@@ -19,8 +19,10 @@ computed again in float64. So, with L positions::
 
 (1e-8 for float64 inputs), but for about 1e-14 of the terms, which is what float64 leaves of
 gradients that cancel to nothing. ``rank_one`` and kept gradients under a dense ``right`` are
-measured as they are summed. A sample with any value that is not finite has a norm that is not, and
-contributes exactly zero.
+measured as they are summed. Where gradients are not kept, a bound of what the sum rounds comes on
+top, at most 1e-3 of the norm as a rule; beyond, a sample's share of the sum is computed in float64
+(``with_rounding`` in ``conv_formulas.py``). A sample with any value that is not finite has a norm
+that is not, and contributes exactly zero.
 
 ``left`` acts on the output channels, ``right`` on the I elements of a patch (I + 1: the bias is the
 weight of a constant 1). They take groups = 1.
@@ -35,7 +37,13 @@ from torch import Tensor
 
 from dpkernels.ops.clip import add_weighted_rows, clip_factors, weighted_row_sum
 from dpkernels.ops.factor import Factor, Full, LowRank
-from dpkernels.ops.ghost.conv_formulas import column_scale, rank_one, transformed
+from dpkernels.ops.ghost.conv_formulas import (
+    column_scale,
+    in_double,
+    rank_one,
+    transformed,
+    with_rounding,
+)
 from dpkernels.ops.ghost.conv_operator import run_conv_norms
 from dpkernels.ops.ghost.conv_shape import (
     FORMULAS,
@@ -82,6 +90,7 @@ class ConvNorms:
     _errors: Tensor = field(repr=False)  # under the left factor
     _right: Factor | None = field(repr=False)  # None if what is saved is under it
     _bias: bool = field(repr=False)
+    _apart: Tensor | None = field(repr=False)  # bool [B]: share computed in float64
 
     def weighted_sum(
         self,
@@ -118,10 +127,22 @@ class ConvNorms:
             grads = [g.flatten(1) for g in self.saved[: len(targets)]]
             add_weighted_rows(targets, grads, factors, accumulate)
             return
-        total, bias_total = self._sums(factors)
-        write_sum(weight, total, accumulate)
+        if self._apart is None or not bool(self._apart.any()):
+            self._write(weight, bias, self._sums(factors), accumulate)
+            return
+        shared = factors.masked_fill(self._apart, 0.0)
+        self._write(weight, bias, self._sums(shared), accumulate)
+        for b in (self._apart & (factors != 0)).nonzero().flatten().tolist():
+            own = self._sums_of(slice(b, b + 1), factors[b : b + 1].double())
+            self._write(weight, bias, own, True)
+
+    @staticmethod
+    def _write(
+        weight: Tensor, bias: Tensor | None, sums: tuple[Tensor, Tensor], accumulate: bool
+    ) -> None:
+        write_sum(weight, sums[0], accumulate)
         if bias is not None:
-            write_sum(bias, bias_total, accumulate)
+            write_sum(bias, sums[1], accumulate)
 
     def _sums(self, factors: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sums ``[O, I]`` and ``[O]``, preconditioned."""
@@ -133,27 +154,39 @@ class ConvNorms:
             if total.shape[1] > columns:
                 return total[:, :columns], total[:, columns]
             return total, weighted.sum(0).flatten()
-        if self.saved:
-            grads = [g.flatten(1) for g in self.saved]
-            sums = weighted_row_sum(grads, factors)
-            total, bias = sums[0].view(-1, columns), sums[1]
-        else:
-            total, bias = self._sums_again(factors)
-        if self._right is None:
+        if not self.saved:
+            return self._sums_of(slice(None), factors)
+        total, bias = weighted_row_sum([g.flatten(1) for g in self.saved], factors)
+        return self._under_right(total.view(-1, columns), bias)
+
+    def _under_right(self, total: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """Return sums under the right factor: the same for all samples, so once, on the sum.
+
+        In float64: a factor that all but removes the sum would leave what float32 rounds of it.
+        """
+        right, columns = in_double(self._right), self._shape.columns
+        if right is None:
             return total, bias
-        # The right factor is the same for all samples: once, on the sum.
-        if self._right.size == columns:
-            return apply_factor(total, self._right), bias
-        both = apply_factor(torch.cat([total, bias.unsqueeze(1)], 1), self._right)
+        if right.size == columns:
+            return apply_factor(total.double(), right), bias
+        both = apply_factor(torch.cat([total.double(), bias.double().unsqueeze(1)], 1), right)
         return both[:, :columns], both[:, columns]
 
-    def _sums_again(self, factors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sums as the weight gradient of a convolution with weighted errors."""
+    def _sums_of(self, at: slice, factors: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums over some samples as the weight gradient of a convolution.
+
+        factors: of those samples, in the dtype to compute in. The bias is a sum of as many errors
+        as there are positions, in float64, so that nothing rounds before it cancels.
+        """
         shape, dtype = self._shape, factors.dtype
-        x, d = drop_samples(factors, self._activations, self._errors)
+        x, d = drop_samples(factors, self._activations[at], self._errors[at])
+        bias = d.new_empty(0)
+        if self._bias:
+            sums = d.flatten(2).sum(2, dtype=torch.float64)
+            bias = (sums * factors.double().unsqueeze(1)).sum(0)
         d = d.to(dtype) * factors.view(-1, *[1] * (d.dim() - 1))
         x = x.to(dtype)
-        _, total, bias = torch.ops.aten.convolution_backward(
+        _, total, _ = torch.ops.aten.convolution_backward(
             d,
             x,
             x.new_empty(shape.weight),
@@ -164,9 +197,9 @@ class ConvNorms:
             False,
             [0] * len(shape.stride),
             shape.groups,
-            [False, True, True],
+            [False, True, False],
         )
-        return total.reshape(shape.out_channels, shape.columns), bias
+        return self._under_right(total.reshape(shape.out_channels, shape.columns), bias)
 
 
 def conv_plan(
@@ -244,6 +277,7 @@ def conv_norms(
         raise ValueError(f"{op}: no formula {formula!r}; there are auto, {', '.join(FORMULAS)}")
     elif (reason := why_not(shape, formula, right)) is not None:
         raise ValueError(f"{op}: formula {formula!r} does not apply: {reason}")
+    apart = None
     late = formula == "materialised" and transforms_gradients(shape, left)
     if left is not None and not late:
         d = apply_factor(d.transpose(1, -1), left).transpose(1, -1)
@@ -258,10 +292,12 @@ def conv_norms(
         keep = formula == "materialised" and gradients_kept(shape)
         sq_norms, *kept = run_conv_norms(shape, x, d, bias, scale, formula, keep)
         saved = tuple(kept) if keep else ()
+    if not saved:
+        sq_norms, apart = with_rounding(shape, x, d, right, sq_norms)
     if saved and formula == "materialised":
         # The sum is made from them: it need not keep activations and errors alive.
         x, d = x.new_empty(0), d.new_empty(0)
-    return ConvNorms(sq_norms, formula, saved, shape, x, d, right, bias)
+    return ConvNorms(sq_norms, formula, saved, shape, x, d, right, bias, apart)
 
 
 def conv_clip_and_sum(

@@ -6,6 +6,8 @@ is given. Squared norms are float64 ``[B]``; with them comes what ``ConvNorms`` 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from dpkernels.ops.ghost import reference_conv
 from dpkernels.ops.ghost.conv_operator import run_conv_norms
 from dpkernels.ops.ghost.conv_shape import ConvShape, gradients_kept
 from dpkernels.ops.ghost.layer import largest_gain, sum_dtype
-from dpkernels.ops.ghost.rounding import raised, rounding_error
+from dpkernels.ops.ghost.rounding import raised, rounding_error, with_sum_error
 from dpkernels.ops.kron import apply_factor, apply_kron
 
 # Per-sample gradients that a dense right factor is applied to at a time: it bounds the memory that
@@ -67,7 +69,7 @@ def transformed(
     """
     keep = gradients_kept(shape)
     dtype = sum_dtype(x.dtype) if keep else torch.float64
-    factor = right if keep else _in_double(right)
+    factor = right if keep else in_double(right)
     augmented = right is not None and right.size > shape.columns
     samples = max(1, _BLOCK_BYTES // (shape.out_channels * (shape.columns + 1) * dtype.itemsize))
     parts = []
@@ -99,8 +101,38 @@ def transformed(
     return sq_norms, tuple(kept)
 
 
-def _in_double(factor: Factor | None) -> Factor:
+def with_rounding(
+    shape: ConvShape, x: Tensor, d: Tensor, right: Factor | None, sq_norms: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return squared norms with what their sum rounds, and which samples' shares are too inexact.
+
+    The sum is the weight gradient of a convolution by PyTorch: L products in an order of its own,
+    each of which rounds L + 2 times at most, also with the scaling, for a sample alone. A sample
+    for which that bound comes to more than ``limit`` of its norm has terms that cancel: its share
+    is computed in float64 instead, and it is not raised (csrc/ghost/rounding.h has the reasons).
+    None: no sample is to be treated so, because a compiled graph cannot ask; all are raised.
+
+    The terms are patches times errors, ``sum_t |patch_t| |d_t| <= sqrt(meetings) |x| |d|``.
+    """
+    dtype = sum_dtype(x.dtype)
+    squares = row_sq_norms([x.flatten(1)]) * row_sq_norms([d.flatten(1)])
+    part = rounding_error(dtype, shape.positions + 2)
+    limit = max(1e-3, 4 * part * math.sqrt(shape.positions))
+    error = part * (shape.meetings * squares).sqrt()
+    if right is not None:
+        error = error * largest_gain(right)
+    if torch.compiler.is_compiling():
+        return raised(sq_norms, error), None
+    return with_sum_error(sq_norms, error, limit, dtype)
+
+
+def in_double(factor: Factor | None) -> Factor | None:
+    """Return the factor with float64 numbers."""
+    if factor is None:
+        return None
     if isinstance(factor, Full):
         return Full(factor.matrix.detach().double())
+    if isinstance(factor, Diagonal):
+        return Diagonal(factor.values.detach().double())
     assert isinstance(factor, LowRank)
     return LowRank(factor.vectors.detach().double(), factor.values.detach().double(), factor.tail)

@@ -52,6 +52,16 @@ class ConvShape:
         return self.channels // self.groups * self.taps
 
     @property
+    def meetings(self) -> int:
+        """How many patches a pixel is in at most: a tap meets it once, if the stride allows."""
+        total = 1
+        axes = zip(self.output, self.kernel_size, self.stride, self.dilation, strict=True)
+        for out, kernel, step, distance in axes:
+            phases = [tap * distance % step for tap in range(kernel)]
+            total *= min(out, max(phases.count(phase) for phase in phases))
+        return total
+
+    @property
     def weight(self) -> tuple[int, ...]:
         """The weight's shape."""
         return (self.out_channels, self.channels // self.groups, *self.kernel_size)

@@ -139,8 +139,8 @@ def sum_buffers(
 
 
 def write_sum(out: Tensor, total: Tensor, accumulate: bool) -> None:
-    """``out (+)= total``, which has as many elements."""
-    total = total.reshape(out.shape)
+    """``out (+)= total``, which has as many elements and is rounded first."""
+    total = total.reshape(out.shape).to(out.dtype)
     if accumulate:
         out.add_(total)
     else:

@@ -8,13 +8,16 @@ Squared norms are float64 and never under-estimated. Those of ``rank_one`` and o
 are taken from the very numbers that are summed. ``gram`` and ``materialised`` without storing add
 float32 products up in chains of 32, and those in float64, and return what they find plus a bound of
 its rounding error that holds for any data; a sample whose norm that would raise too far is done
-again in float64. So, with T positions::
+again in float64. A bound of what the float32 sum rounds is added, too: 3e-5 of the norm for 64
+uncorrelated positions, 1e-4 for 512 (``sum_error`` in ``rounding.py``). A sample for which that
+bound exceeds ``sum_limit``, 1e-3 as a rule, has terms that cancel. It is not raised; its share of
+the sum is computed in float64 instead and rounded once. So, with T positions::
 
-    norm (1 - 1e-7) <= sqrt(sq_norms) <= norm (1 + max(5e-5, 1e-5 sqrt(T)))
+    norm (1 - 1e-7) <= sqrt(sq_norms) <= norm (1 + max(5e-5, 1e-5 sqrt(T)) + sum_limit)
 
-(1e-8 for float64 inputs), but for gradients whose terms cancel: those are given what rounds of the
-terms in float64, about 1e-14 of them, and in the float32 sum, 6e-8 sqrt(T) of them. A sample with a
-NaN or an infinity has a norm that is not finite, and with the factor 0 contributes exactly zero.
+(1e-8 for float64 inputs), but for 1e-14 of the terms, which is what float64 leaves of gradients
+that cancel to nothing. A sample with a NaN or an infinity has a norm that is not finite, and with
+the factor 0 contributes exactly zero.
 """
 
 from __future__ import annotations
@@ -59,6 +62,7 @@ class LinearNorms:
     saved: activations ``[B, T, I]`` and errors ``[B, T, O]``, transformed if there are factors; or
         gradients ``[B, O, I]`` and, if the bias is not their last column, its ``[B, O]``.
     stored: whether ``saved`` are gradients.
+    apart: bool ``[B]``, samples whose share of the sum is computed in float64, or None: no sample.
     """
 
     sq_norms: Tensor
@@ -68,6 +72,7 @@ class LinearNorms:
     bias: bool
     saved: tuple[Tensor, ...]
     stored: bool = False
+    apart: Tensor | None = None
 
     def weighted_sum(
         self,
@@ -107,7 +112,7 @@ class LinearNorms:
         else:
             like = self.saved[0]
             run = backend.select(_weighted_sum, like.device, like.dtype)
-            run(weight, bias, *self.saved, factors, accumulate)
+            run(weight, bias, *self.saved, factors, self.apart, accumulate)
 
 
 def linear_norms(
@@ -155,21 +160,22 @@ def norms_unchecked(
     chosen = cheapest(sizes, left, right) if formula == "auto" else formula
     inputs, outputs = a.shape[2], d.shape[2]
     augment = sizes.inputs > inputs
-    apart = bias and not augment
+    own_bias = bias and not augment
     if chosen == "materialised" and stores_gradients(sizes):
         late = transforms_gradients(sizes, left, right)
-        saved = _stored_gradients(a, d, left, right, apart, augment, late)
+        saved = _stored_gradients(a, d, left, right, own_bias, augment, late)
         sq_norms = clip.row_sq_norms(_gradient_rows(saved, inputs, bias))
         return LinearNorms(sq_norms, chosen, inputs, outputs, bias, saved, stored=True)
     if left is not None or right is not None:
         a, d = a.to(sum_dtype(a.dtype)), d.to(sum_dtype(d.dtype))
+    apart = None
     if chosen == "rank_one":
-        a, d, sq_norms = rank_one_norms(a, d, left, right, augment, apart)
+        a, d, sq_norms = rank_one_norms(a, d, left, right, augment, own_bias)
     else:
         a, d = _transform(a, right, augment), _transform(d, left, False)
         run = backend.select(_sq_norms, a.device, a.dtype)
-        sq_norms = run(a, d, apart, chosen == "gram")
-    return LinearNorms(sq_norms, chosen, inputs, outputs, bias, (a, d))
+        sq_norms, apart = run(a, d, own_bias, chosen == "gram")
+    return LinearNorms(sq_norms, chosen, inputs, outputs, bias, (a, d), apart=apart)
 
 
 def linear_clip_and_sum(
@@ -262,8 +268,14 @@ def _gradient_rows(saved: tuple[Tensor, ...], inputs: int, bias: bool) -> list[T
     return rows
 
 
-def _fake_sq_norms(activations: Tensor, errors: Tensor, bias: bool, gram: bool) -> Tensor:
-    return activations.new_empty(activations.shape[0], dtype=torch.float64)
+def _fake_sq_norms(
+    activations: Tensor, errors: Tensor, bias: bool, gram: bool
+) -> tuple[Tensor, Tensor]:
+    batch = activations.shape[0]
+    return (
+        activations.new_empty(batch, dtype=torch.float64),
+        activations.new_empty(batch, dtype=torch.bool),
+    )
 
 
 def _fake_weighted_sum(
@@ -272,13 +284,15 @@ def _fake_weighted_sum(
     activations: Tensor,
     errors: Tensor,
     factors: Tensor,
+    apart: Tensor | None,
     accumulate: bool,
 ) -> None:
     return None
 
 
 _sq_norms = backend.register(
-    "ghost_linear_sq_norms(Tensor activations, Tensor errors, bool bias, bool gram) -> Tensor",
+    "ghost_linear_sq_norms(Tensor activations, Tensor errors, bool bias, bool gram) "
+    "-> (Tensor sq_norms, Tensor apart)",
     reference=reference.sq_norms,
     fake=_fake_sq_norms,
     dtypes=DTYPES,
@@ -286,7 +300,7 @@ _sq_norms = backend.register(
 )
 _weighted_sum = backend.register(
     "ghost_linear_weighted_sum_(Tensor(a!) out, Tensor(b!)? bias_out, Tensor activations, "
-    "Tensor errors, Tensor factors, bool accumulate) -> ()",
+    "Tensor errors, Tensor factors, Tensor? apart, bool accumulate) -> ()",
     reference=reference.weighted_sum_,
     fake=_fake_weighted_sum,
     dtypes=DTYPES,

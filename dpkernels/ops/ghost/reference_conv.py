@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dpkernels.ops.ghost.layer import sum_dtype
-from dpkernels.ops.ghost.rounding import raised, rounding_error, sum_error
+from dpkernels.ops.ghost.rounding import raised, rounding_error
 
 # Samples whose patches are formed at a time, so that those of a whole batch never exist.
 SAMPLES_AT_A_TIME = 16
@@ -58,17 +58,13 @@ def _gradients(
     return (errors @ met.mT).reshape(batch, d.shape[1], columns)
 
 
-def _errors(
-    x: Tensor, d: Tensor, taps: int, scale: Tensor | None, of_sum: float
-) -> tuple[Tensor, Tensor]:
+def _errors(x: Tensor, d: Tensor, taps: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return what the float64 norms of weight and bias may be off by, ``[B]``.
-
-    of_sum: what part of the terms the sum rounds.
 
     The terms are patches times errors, and a pixel is in at most as many patches as there are taps.
     """
     positions = math.prod(d.shape[2:])
-    part = rounding_error(torch.float64, positions) + of_sum
+    part = rounding_error(torch.float64, positions)
     lengths = [torch.linalg.vector_norm(v.flatten(1), dim=1) for v in (x, d)]
     gains = (1.0, 1.0) if scale is None else (scale[:-1].abs().max(), scale[-1].abs())
     weight = part * gains[0] * math.sqrt(taps) * lengths[0] * lengths[1]
@@ -103,9 +99,11 @@ def conv_norms(
         grads = _gradients(x, d, kernel_size, stride, padding, dilation, groups)
         bias_grads = d.flatten(2).sum(2)
         scaled = grads if scale is None else grads * scale[:-1]
-        of_sum = sum_error(dtype, 1 if keep else math.prod(d.shape[2:]))
-        error, bias_error = _errors(x, d, math.prod(kernel_size), scale, of_sum)
-        sq_norms = raised(scaled.square().sum((1, 2)), error)
+        error, bias_error = _errors(x, d, math.prod(kernel_size), scale)
+        sq_norms = scaled.square().sum((1, 2))
+        if keep:  # rounded once
+            error = error + rounding_error(dtype, 1) * sq_norms.sqrt()
+        sq_norms = raised(sq_norms, error)
         if bias:
             squares = (bias_grads * (1 if scale is None else scale[-1])).square().sum(1)
             sq_norms = sq_norms + raised(squares, bias_error)

@@ -16,13 +16,9 @@ def embedding_sq_norms(
     Tokens are put in order, equal ones beside each other, and numbered within their sample; the
     errors of one number are added up. 2 B T D float64 numbers are held, whatever the vocabulary.
     """
-    width = errors.shape[2]
-    ordered, order = indices.sort(dim=1, stable=True)
-    new = torch.ones_like(ordered, dtype=torch.bool)
-    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    number = new.cumsum(1) - 1
-    wide = errors.double().gather(1, order.unsqueeze(2).expand(-1, -1, width))
-    places = number.unsqueeze(2).expand(-1, -1, width)
+    new, number, ordered, order = _runs(indices)
+    places = number.unsqueeze(2).expand_as(errors)
+    wide = _in_order(errors.double(), order)
     sums = torch.zeros_like(wide).scatter_add_(1, places, wide).abs()
     # Where all but nothing is left of the terms, what rounding took counts.
     error = torch.zeros_like(wide).scatter_add_(1, places, wide.abs())
@@ -45,12 +41,37 @@ def embedding_weighted_sum_(
     padding_index: int,
     accumulate: bool,
 ) -> None:
-    """``out[v] (+)= scale_v sum_b factors[b] sum over t with token v of errors[b, t]``."""
-    weights = factors.unsqueeze(1).expand(indices.shape)
+    """``out[v] (+)= scale_v sum_b factors[b] sum over t with token v of errors[b, t]``.
+
+    What a sample adds to a row is added up in float64 and rounded once: in float32 errors that
+    cancel would round before they do, and norms know nothing of that.
+    """
+    new, number, ordered, order = _runs(indices)
+    weights = factors.double().unsqueeze(1).expand(indices.shape)
     if scale is not None:
-        weights = (weights.double() * scale[indices]).to(out.dtype)
-    weights = torch.where(indices == padding_index, 0, weights).unsqueeze(2)
-    rows = torch.where(weights != 0, errors.to(out.dtype), 0) * weights
+        weights = weights * scale[ordered]
+    weights = torch.where(ordered == padding_index, 0, weights).unsqueeze(2)
+    wide = torch.where(weights != 0, _in_order(errors.double(), order), 0)
+    places = number.unsqueeze(2).expand_as(errors)
+    sums = torch.zeros_like(wide).scatter_add_(1, places, wide).gather(1, places)
+    # Every position of a token reads the same sum; only its first one adds it.
+    rows = torch.where(new.unsqueeze(2), sums * weights, 0).to(out.dtype)
     if not accumulate:
         out.zero_()
-    out.index_add_(0, indices.flatten(), rows.flatten(0, 1))
+    out.index_add_(0, ordered.flatten(), rows.flatten(0, 1))
+
+
+def _runs(indices: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return tokens ``[B, T]`` in order, equal ones beside each other.
+
+    First: whether each begins a run of equal tokens; which run of its sample it is in; the tokens;
+    and the positions that they come from.
+    """
+    ordered, order = indices.sort(dim=1, stable=True)
+    new = torch.ones_like(ordered, dtype=torch.bool)
+    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    return new, new.cumsum(1) - 1, ordered, order
+
+
+def _in_order(errors: Tensor, order: Tensor) -> Tensor:
+    return errors.gather(1, order.unsqueeze(2).expand_as(errors))

@@ -11,25 +11,27 @@ import torch
 from torch import Tensor
 
 from dpkernels.ops.clip import reference as clip
-from dpkernels.ops.ghost.rounding import raised, rounding_error, sum_error
+from dpkernels.ops.ghost.rounding import raised, rounding_error
 from dpkernels.ops.kron import reference as kron
 
 
-def sq_norms(activations: Tensor, errors: Tensor, bias: bool, gram: bool) -> Tensor:
+def sq_norms(activations: Tensor, errors: Tensor, bias: bool, gram: bool) -> tuple[Tensor, Tensor]:
     """Squared norms ``[B]`` of ``sum_t d_t a_t^T``, plus ``|sum_t d_t|^2`` if ``bias``; float64.
 
     ``gram``: ``sum_{s,t} (a_s . a_t)(d_s . d_t)`` is how compiled implementations get there; here
-    it is the squares of the gradient itself, in float64, with the bound of their error.
+    it is the squares of the gradient itself, in float64, with the bound of their error and of that
+    of their sum. Also returned is which samples' shares of the sum have to be computed apart, in
+    float64: none, as the sum here is.
     """
     a, d = activations.double(), errors.double()
-    error = rounding_error(torch.float64, a.shape[1]) + sum_error(activations.dtype, a.shape[1])
+    error = 2 * rounding_error(torch.float64, a.shape[1])
     d_lengths = torch.linalg.vector_norm(d, dim=2)
     terms = (torch.linalg.vector_norm(a, dim=2) * d_lengths).sum(1)
     squares = raised((d.mT @ a).square().sum((1, 2)), error * terms)
     # Where an infinity meets zeros only, the product is NaN, and so is the norm.
-    if not bias:
-        return squares
-    return squares + raised(d.sum(1).square().sum(1), error * d_lengths.sum(1))
+    if bias:
+        squares = squares + raised(d.sum(1).square().sum(1), error * d_lengths.sum(1))
+    return squares, torch.zeros_like(squares, dtype=torch.bool)
 
 
 def weighted_sum_(
@@ -38,23 +40,25 @@ def weighted_sum_(
     activations: Tensor,
     errors: Tensor,
     factors: Tensor,
+    apart: Tensor | None,
     accumulate: bool,
 ) -> None:
     """``out (+)= sum_b factors[b] sum_t d_bt a_bt^T``; a factor of 0 ignores its sample, NaN too.
 
     ``bias_out (+)= sum_b factors[b] sum_t d_bt``; if activations have one column more than
-    ``out``, the last column of the sum is the bias instead.
+    ``out``, the last column of the sum is the bias instead. ``apart``: samples whose terms a
+    product in float32 would round before they cancel; here all of it is float64, rounded once.
     """
-    weights = factors[:, None, None]
-    a = torch.where(weights != 0, activations.to(out.dtype), 0.0).flatten(0, 1)
-    d = torch.where(weights != 0, errors.to(out.dtype) * weights, 0.0).flatten(0, 1)
+    weights = factors.double()[:, None, None]
+    a = torch.where(weights != 0, activations.double(), 0.0).flatten(0, 1)
+    d = torch.where(weights != 0, errors.double() * weights, 0.0).flatten(0, 1)
     homogeneous = a.shape[1] == out.shape[1] + 1
     totals = [(out, d.T @ a[:, : out.shape[1]])]
     if bias_out is not None:
         totals.append((bias_out, d.T @ a[:, -1] if homogeneous else d.sum(0)))
     for target, total in totals:
         if accumulate:
-            target.add_(total)
+            target.add_(total.to(target.dtype))
         else:
             target.copy_(total)
 
@@ -105,5 +109,5 @@ def rank_one_clip_(
     a, d, squares = rank_one(activations, errors, right, right_tail, left, left_tail, augment, bias)
     a, d = a if right else activations, d if left else errors
     factors = clip.clip_factors(squares.unsqueeze(0), [max_norm], False, 0.0, out.dtype).squeeze(0)
-    weighted_sum_(out, bias_out, a, d, factors, accumulate)
+    weighted_sum_(out, bias_out, a, d, factors, None, accumulate)
     return squares, factors

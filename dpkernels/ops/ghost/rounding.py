@@ -36,13 +36,38 @@ def underflow(dtype: torch.dtype) -> float:
     return 2 * torch.finfo(dtype).tiny
 
 
-def sum_error(dtype: torch.dtype, terms: int) -> float:
-    """Return what a gradient's sum in ``dtype`` rounds of its terms, so many, as in the header.
+def sum_error(dtype: torch.dtype, positions: int) -> float:
+    """Return what part of one sample's terms a sum over samples in ``dtype`` may round off.
 
-    Each addition half a unit of what it has reached; having no common sign, as the root of their
-    number all together. Of float64 it is within the bounds of norms.
+    There is a term for each position; the part is of the sum of their lengths. It bounds what the
+    product of csrc/ghost/linear_sum.cpp rounds (the header counts), and that of triton_linear.py:
+    chains of 32, one after the other, in parts that are added up.
     """
-    return 0.0 if dtype == torch.float64 else 2.0**-24 * math.sqrt(terms)
+    return rounding_error(dtype, min(positions, 64) + 2 * -(-positions // 32) + 8)
+
+
+def sum_limit(positions: int) -> float:
+    """Return the part of a norm that ``sum_error`` may come to.
+
+    Beyond, a sample's terms cancel so far that its share of the sum is computed in float64 and
+    rounded once: see the header. Four times what uncorrelated positions come to.
+    """
+    return max(1e-3, 4 * sum_error(torch.float32, positions) * math.sqrt(positions))
+
+
+def with_sum_error(
+    squares: Tensor, error: Tensor, limit: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return squared norms with what their sum in ``dtype`` rounds, and which samples stay apart.
+
+    squares, error: ``[B]``, squared norms and what ``sum_error`` comes to. Samples for which that
+    is more than ``limit`` of the norm are marked and not raised: their share of the sum must be
+    computed in float64. There are none if the sum is in float64 anyway.
+    """
+    if dtype == torch.float64:
+        return raised(squares, error), torch.zeros_like(squares, dtype=torch.bool)
+    apart = error > limit * squares.sqrt()
+    return torch.where(apart, squares, raised(squares, error)), apart
 
 
 def norm_limit(dtype: torch.dtype, positions: int) -> float:

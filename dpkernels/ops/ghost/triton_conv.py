@@ -31,7 +31,6 @@ from dpkernels.ops.ghost.rounding import (
     raised,
     rounding_error,
     square_within,
-    sum_error,
     underflow,
 )
 from dpkernels.ops.ghost.triton_conv_kernels import conv_gradient_kernel, conv_gram_kernel
@@ -180,10 +179,8 @@ def _weight_sq_norms(
     wanted = again.to(torch.int8)
     exact = _gradients(x, d, geometry, scale, wanted, grads, sizes, True, keep)
     error = _gradient_error(torch.float64, sizes, terms, scale)
-    if keep:  # those are rounded once, all others in the sum
-        error = error + sum_error(dtype, 1) * exact.sqrt()
-    else:
-        error = error + sum_error(dtype, sizes[3]) * terms
+    if keep:  # rounded once
+        error = error + rounding_error(dtype, 1) * exact.sqrt()
     exact = raised(exact, error)
     return torch.where(again, exact, sq_norms)
 
@@ -223,9 +220,7 @@ def conv_norms(
             lengths = _lengths(x, d, kernel_size, stride, padding, dilation, groups)
         sq_norms = _weight_sq_norms(x, d, geometry, scale, terms, lengths, grads, sizes, keep)
     if bias:
-        part = rounding_error(torch.float64, positions)
-        part += 0.0 if keep else sum_error(dtype, positions)
-        bias_error = part * (positions * error_squares).sqrt()
+        bias_error = rounding_error(torch.float64, positions) * (positions * error_squares).sqrt()
         bias_squares = raised(bias_grads.square().sum(1), bias_error)
         sq_norms = sq_norms + (bias_squares if scale is None else bias_squares * scale[-1].square())
     sq_norms = torch.where(terms.isfinite(), sq_norms, float("nan"))

@@ -4,7 +4,9 @@
 the gradient: both reduce their tile to a number, so nothing of size T x T or I x O is stored. What
 float32 is not enough for is done again in float64 by a kernel whose programs end at once for all
 other samples, so the host need not wait to see. The weighted sum is one product, split over the
-rows so that it fills the GPU; rows are scaled on the way in. Transforms are ``torch.matmul``.
+rows so that it fills the GPU; rows are scaled on the way in. What samples add whose terms cancel is
+left out of it, and added in float64 by a kernel that ends at once where there are none. Transforms
+are ``torch.matmul``.
 
 No GPU was at hand: nothing here was timed. Tiles are the largest without spills (static report,
 ``make gpu-check``).
@@ -30,9 +32,12 @@ from dpkernels.ops.ghost.rounding import (
     rounding_error,
     square_within,
     sum_error,
+    sum_limit,
     underflow,
+    with_sum_error,
 )
 from dpkernels.ops.ghost.triton_linear_kernels import (
+    apart_sum_kernel,
     exact_gradient_kernel,
     gradient_kernel,
     gram_kernel,
@@ -61,15 +66,17 @@ def _lengths(rows: Tensor, batch: int, positions: int) -> Tensor:
     return clip_triton.row_sq_norms([rows], False).sqrt().view(batch, positions)
 
 
-def sq_norms(activations: Tensor, errors: Tensor, bias: bool, gram: bool) -> Tensor:
+def sq_norms(activations: Tensor, errors: Tensor, bias: bool, gram: bool) -> tuple[Tensor, Tensor]:
     """Squared norms ``[B]`` of ``sum_t d_t a_t^T``, plus ``|sum_t d_t|^2`` if ``bias``; float64.
 
-    Each has the bound of its error added, as in csrc/ghost/linear_norms.cpp.
+    Each has the bound of its error and of its sum's added, as in csrc/ghost/linear_norms.cpp. Also
+    returned is which samples' shares of the sum have to be computed apart.
     """
     batch, positions = activations.shape[:2]
     a, d = _rows(activations), _rows(errors)
     if batch == 0 or positions == 0:
-        return a.new_zeros(batch, dtype=torch.float64)
+        none = a.new_zeros(batch, dtype=torch.float64)
+        return none, none.bool()
     lengths = _lengths(a, batch, positions), _lengths(d, batch, positions)
     terms = (lengths[0] * lengths[1]).sum(1)
     limit = norm_limit(a.dtype, positions)
@@ -85,17 +92,17 @@ def sq_norms(activations: Tensor, errors: Tensor, bias: bool, gram: bool) -> Ten
         again = ~norm_within(squares.sqrt(), chains + lost, limit)
         squares = raised(squares, chains + lost)
     # Positions one after the other, and a tree over the elements.
-    of_sum = sum_error(a.dtype, positions)
-    error = (rounding_error(torch.float64, positions + 64) + of_sum) * terms
+    error = rounding_error(torch.float64, positions + 64) * terms
     squares = torch.where(again, raised(_exact_gradient(a, d, again), error), squares)
     # An infinity may meet zeros only and be lost in a Gram product, but not in the lengths.
     finite = lengths[0].sum(1) + lengths[1].sum(1) < float("inf")
     squares = torch.where(finite, squares, float("nan"))
-    if not bias:
-        return squares
-    bias_squares = errors.sum(1, dtype=torch.float64).square().sum(1)
-    bias_error = (rounding_error(torch.float64, positions) + of_sum) * lengths[1].sum(1)
-    return squares + raised(bias_squares, bias_error)
+    if bias:
+        bias_squares = errors.sum(1, dtype=torch.float64).square().sum(1)
+        bias_error = rounding_error(torch.float64, positions) * lengths[1].sum(1)
+        squares = squares + raised(bias_squares, bias_error)
+    of_sum = sum_error(a.dtype, positions) * terms
+    return with_sum_error(squares, of_sum, sum_limit(positions), a.dtype)
 
 
 def _gram_error(
@@ -199,13 +206,17 @@ def weighted_sum_(
     activations: Tensor,
     errors: Tensor,
     factors: Tensor,
+    apart: Tensor | None,
     accumulate: bool,
 ) -> None:
     """``out (+)= sum_b factors[b] sum_t d_bt a_bt^T``; a factor of 0 ignores its sample, NaN too.
 
-    ``bias_out``: as in the reference.
+    ``bias_out``, ``apart``: as in the reference.
     """
-    a, d = _rows(activations), _rows(errors)
+    a, d, factors = _rows(activations), _rows(errors), factors.contiguous()
+    if apart is None:
+        apart = torch.zeros_like(factors, dtype=torch.bool)
+    apart = apart.to(torch.int8)
     outputs, inputs = out.shape
     tiles = triton.cdiv(outputs, _BLOCK) * triton.cdiv(inputs, _BLOCK)
     rows = a.shape[0]
@@ -221,7 +232,8 @@ def weighted_sum_(
             weighted_product_kernel[(grid,)](
                 a,
                 d,
-                factors.contiguous(),
+                factors,
+                apart,
                 partials,
                 bias_partials,
                 rows,
@@ -247,6 +259,25 @@ def weighted_sum_(
             target.add_(total)
         else:
             target.copy_(total)
+    if rows and tiles:
+        with torch.cuda.device_of(a):
+            apart_sum_kernel[(tiles,)](
+                a,
+                d,
+                factors,
+                apart,
+                out,
+                factors.shape[0],
+                activations.shape[1],
+                a.stride(0),
+                d.stride(0),
+                inputs,
+                outputs,
+                BLOCK_O=_BLOCK,
+                BLOCK_I=_BLOCK,
+                num_warps=_WARPS,
+                **COMPILE_OPTIONS,
+            )
 
 
 _SHAPE = dict.fromkeys(("positions", "a_stride", "d_stride", "inputs", "outputs"), "i64")
@@ -264,11 +295,14 @@ def _cases(name: str, size: int) -> list[AheadOfTimeCase]:
     gram = {**inputs, **lengths, "partials": "*fp64", **_SHAPE}
     gradient = {**inputs, "partials": "*fp64", **_SHAPE}
     weighted = {**inputs, "factors": f"*{name}", "partials": f"*{name}", "bias_partials": "*fp64"}
+    weighted |= {"apart": "*i8"}
     weighted |= {**_SHAPE, **dict.fromkeys(("rows", "splits", "rows_per_split"), "i64")}
+    alone = {**inputs, "factors": f"*{name}", "apart": "*i8", "out": f"*{name}", "batch": "i64"}
     kernels = [
         (gram_kernel, gram, {"BLOCK_T": _BLOCK, "BLOCK_K": _BLOCK}, ""),
         (gradient_kernel, gradient, {**tile, "BLOCK_K": _BLOCK}, ""),
         (exact_gradient_kernel, {**gradient, "again": "*i32"}, tile, ""),
+        (apart_sum_kernel, {**alone, **_SHAPE}, tile, ""),
     ]
     for variant, homogeneous in (("", False), (" homogeneous", True)):
         constants = {"HOMOGENEOUS": homogeneous, **tile, "BLOCK_K": _BLOCK}

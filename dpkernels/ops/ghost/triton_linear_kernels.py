@@ -159,12 +159,13 @@ def exact_gradient_kernel(
         *("rows", "positions", "rows_per_split", "a_stride", "d_stride"),
         *("inputs", "outputs", "splits"),
     ],
-    do_not_specialize_on_alignment=["a", "d", "factors", "partials", "bias_partials"],
+    do_not_specialize_on_alignment=["a", "d", "factors", "apart", "partials", "bias_partials"],
 )
 def weighted_product_kernel(
     a,
     d,
     factors,
+    apart,
     partials,
     bias_partials,
     rows: tl.int64,
@@ -183,7 +184,7 @@ def weighted_product_kernel(
     """One block of ``sum_r factors[r] d_r a_r^T`` over the rows of one split, and of the bias.
 
     Programs of the first block of inputs write the bias: ``sum_r factors[r] d_r``, times the
-    activation behind the inputs if HOMOGENEOUS.
+    activation behind the inputs if HOMOGENEOUS, in float64. Of samples with ``apart[b]`` only that.
     """
     dtype: tl.constexpr = factors.dtype.element_ty
     program = tl.program_id(0).to(tl.int64)
@@ -199,16 +200,64 @@ def weighted_product_kernel(
     for start in range(split * rows_per_split, last, BLOCK_K):
         row = start + tl.arange(0, BLOCK_K)
         weight = tl.load(factors + row // positions, mask=row < last, other=0.0)
+        alone = tl.load(apart + row // positions, mask=row < last, other=0) != 0
         used = (weight != 0)[:, None]
         errors = tl.where(used, _tile(d, row, last, d_stride, o, outputs), 0.0)
-        errors *= weight[:, None]
-        activations = tl.where(used, _tile(a, row, last, a_stride, i, inputs), 0.0)
-        total += tl.dot(tl.trans(errors), activations, input_precision="ieee", out_dtype=dtype)
+        scale = weight.to(tl.float64)
         if HOMOGENEOUS:
             constant = tl.load(a + row * a_stride + inputs, mask=row < last, other=0.0)
-            errors *= tl.where(weight != 0, constant, 0.0)[:, None]
-        bias += tl.sum(errors.to(tl.float64), 0)
+            scale *= tl.where(weight != 0, constant, 0.0).to(tl.float64)
+        bias += tl.sum(errors.to(tl.float64) * scale[:, None], 0)
+        errors *= tl.where(alone, 0.0, weight)[:, None]
+        activations = tl.where(used, _tile(a, row, last, a_stride, i, inputs), 0.0)
+        total += tl.dot(tl.trans(errors), activations, input_precision="ieee", out_dtype=dtype)
     at = partials + (split * outputs + o[:, None]) * inputs + i[None, :]
     tl.store(at, total, mask=(o < outputs)[:, None] & (i < inputs)[None, :])
     if i_block == 0:
         tl.store(bias_partials + split * outputs + o, bias, mask=o < outputs)
+
+
+@triton.jit(
+    do_not_specialize=["batch", "positions", "a_stride", "d_stride", "inputs", "outputs"],
+    do_not_specialize_on_alignment=["a", "d", "factors", "apart", "out"],
+)
+def apart_sum_kernel(
+    a,
+    d,
+    factors,
+    apart,
+    out,
+    batch: tl.int64,
+    positions: tl.int64,
+    a_stride: tl.int64,
+    d_stride: tl.int64,
+    inputs: tl.int64,
+    outputs: tl.int64,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """Add ``factors[b] sum_t d_bt a_bt^T`` of samples with ``apart[b]`` to one block of ``out``.
+
+    Each is added up in float64 and rounded once.
+    """
+    dtype: tl.constexpr = out.dtype.element_ty
+    program = tl.program_id(0).to(tl.int64)
+    i_blocks = tl.cdiv(inputs, BLOCK_I)
+    o = program // i_blocks * BLOCK_O + tl.arange(0, BLOCK_O)
+    i = program % i_blocks * BLOCK_I + tl.arange(0, BLOCK_I)
+    at = out + o[:, None] * inputs + i[None, :]
+    inside = (o < outputs)[:, None] & (i < inputs)[None, :]
+    for sample in range(0, batch):
+        factor = tl.load(factors + sample).to(tl.float64)
+        alone = tl.load(apart + sample) != 0
+        if alone & (factor != 0):
+            total = tl.zeros([BLOCK_O, BLOCK_I], tl.float64)
+            for t in range(0, positions):
+                row = sample * positions + t
+                errors = tl.load(d + row * d_stride + o, mask=o < outputs, other=0.0)
+                activations = tl.load(a + row * a_stride + i, mask=i < inputs, other=0.0)
+                total += (errors.to(tl.float64) * factor)[:, None] * activations.to(tl.float64)[
+                    None, :
+                ]
+            before = tl.load(at, mask=inside, other=0.0)
+            tl.store(at, before + total.to(dtype), mask=inside)

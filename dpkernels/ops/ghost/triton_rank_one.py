@@ -49,7 +49,7 @@ def rank_one_clip_(
     a, d, squares = rank_one(activations, errors, right, right_tail, left, left_tail, augment, bias)
     a, d = a if right else activations, d if left else errors
     factors = clip_triton.clip_factors(squares.unsqueeze(0), [max_norm], False, 0.0, out.dtype)
-    weighted_sum_(out, bias_out, a, d, factors.squeeze(0), accumulate)
+    weighted_sum_(out, bias_out, a, d, factors.squeeze(0), None, accumulate)
     return squares, factors.squeeze(0)
 
 

@@ -1,0 +1,5 @@
+"""``SimpleDistributedPerLayerOptimizer`` where Opacus keeps it."""
+
+from dpkernels.opacus.optimizers.optimizer import DPOptimizer as SimpleDistributedPerLayerOptimizer
+
+__all__ = ["SimpleDistributedPerLayerOptimizer"]

@@ -1,0 +1,1 @@
+"""Random models, records and ways to train: what the bound must hold for."""
