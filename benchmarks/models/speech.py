@@ -52,9 +52,9 @@ _TEXT = ENCODER | {"bos_token_id": 0, "eos_token_id": 2}
 _TOWERS: dict[str, Any] = {"text_config": _TEXT, "vision_config": TOWER}
 
 
-def _wav2vec(name: str, kind: str, head: str = "ForCTC", **options: Any) -> Case:
+def _wav2vec(name: str, kind: str, head: str = "ForCTC", refused: str = "", **options: Any) -> Case:
     build = model(kind, head, **_WAV2VEC | options)
-    return Case("Speech", name, build, waveforms(128), first_output)
+    return Case("Speech", name, build, waveforms(128), first_output, refused)
 
 
 def _features(*shape: int) -> Callable[[int], Inputs]:
@@ -162,7 +162,7 @@ SPEECH = [
     _wav2vec("wav2vec 2.0, group norm", "Wav2Vec2", feat_extract_norm="group"),
     _wav2vec("wav2vec 2.0, classification", "Wav2Vec2", "ForSequenceClassification"),
     _wav2vec("HuBERT, CTC", "Hubert"),
-    _wav2vec("WavLM, CTC", "WavLM"),
+    _wav2vec("WavLM, CTC", "WavLM", refused="mixes samples"),
     _wav2vec("SEW, CTC", "SEW"),
     Case(
         "Speech",

@@ -228,8 +228,8 @@ class _Trial:
     def run(self, samples: Tensor, rows: Tensor, common: bool = False) -> Trace:
         """Return what ``_run`` does, without gradients of inputs if the model asks for them itself.
 
-        It may set ``requires_grad`` on what it makes of its inputs (wav2vec 2.0), which torch allows
-        only for tensors without a history.
+        It may set ``requires_grad`` on what it makes of its inputs (wav2vec 2.0), which torch
+        allows only for tensors without a history.
         """
         try:
             return self._run(samples, rows, common)
