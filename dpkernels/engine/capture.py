@@ -30,6 +30,8 @@ from dpkernels.engine.state import State
 
 if TYPE_CHECKING:
     from dpkernels.engine.layers.layer import Layer, Norms
+    from dpkernels.engine.layers.lifted import Lift
+    from dpkernels.engine.lifting import Lifting
 
 _ONE_CALL = (
     "call the model once for each backward(), or put the calls into the forward() of one module "
@@ -38,6 +40,8 @@ _ONE_CALL = (
 
 # What one layer hands over for one use: activations and errors, or what else its rule needs.
 Captured = tuple[Tensor, ...]
+# Gets layers, and those that deliver in their place.
+Replace = Callable[["dict[Layer, Layer]"], None]
 # Gets a layer, and what it is called with.
 Note = Callable[["Layer", tuple[Any, ...]], None]
 
@@ -114,10 +118,15 @@ class Capture:
         self._note: Note | None = None  # what is told of calls, while the model is looked at
         self._wholes: list[Tensor] = []  # parameters that FSDP has put together
         self.layers: tuple[Layer, ...] = ()  # of the model that this is attached to
+        self._undo: list[Callable[[], None]] = []
+        self._model: nn.Module | None = None
+        self._lifting: Lifting | None = None
+        self._replace: Replace = lambda replaced: None
 
     def attach(self, model: nn.Module, layers: Sequence[Layer]) -> Callable[[], None]:
         """Route the layers' forward passes through here; return what undoes it."""
-        undo: list[Callable[[], None]] = []
+        undo = self._undo = []
+        self._model = model
         self.layers = tuple(flattened(layers))
         for layer in layers:
             undo.append(self._route(layer))
@@ -131,6 +140,45 @@ class Capture:
 
         return detach
 
+    def lift(self, lifting: Lifting, replace: Replace) -> None:
+        """Serve layers that have no samples at their own input by modules around them.
+
+        replace: told which layers deliver in place of others.
+        """
+        self._lifting, self._replace = lifting, replace
+
+    def _look_for_lifts(
+        self, whole: list[Callable[..., Any]], args: Any, kwargs: Any, batch: int
+    ) -> None:
+        """Look at the model, and route what must be lifted; ``whole`` is its own forward pass."""
+        assert self._lifting is not None
+        with self.paused():
+            lifts = self._lifting.find(whole[0], args, kwargs, batch)
+        for lift in lifts:
+            if lift.module is self._model:
+                whole[0] = self._lifted(lift, whole[0])
+            else:
+                self._undo.append(self._reroute(lift))
+            self._replace(lift.replaced)
+        replaced = {old: new for lift in lifts for old, new in lift.replaced.items()}
+        self.layers = tuple(replaced.get(layer, layer) for layer in self.layers)
+
+    def _reroute(self, lift: Lift) -> Callable[[], None]:
+        module = lift.module
+        before = vars(module).get("forward")
+        module.forward = InPlace(module, self._lifted(lift, module.forward))
+        if before is None:
+            return lambda: delattr(module, "forward")
+        return lambda: setattr(module, "forward", before)
+
+    def _lifted(self, lift: Lift, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._paused or not torch.is_grad_enabled():
+                return plain(*args, **kwargs)
+            return lift.forward(self, plain, args, kwargs)
+
+        return forward
+
     def _guard_whole(self, owner: str, whole: Tensor) -> Callable[[], None]:
         self._wholes.append(whole)
         return _guard(owner, whole)
@@ -140,11 +188,13 @@ class Capture:
         plain = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if layer.lifted:
+                return plain(*args, **kwargs)
             if self._note is not None:
                 self._note(layer, (*args, *kwargs.values()))
             if self._paused or not torch.is_grad_enabled():
                 return plain(*args, **kwargs)
-            return layer.forward(self._site(layer), plain, *args, **kwargs)
+            return layer.forward(self.site(layer), plain, *args, **kwargs)
 
         # An attribute of the object hides the class's method, until it is deleted.
         module.forward = InPlace(module, forward)
@@ -153,7 +203,7 @@ class Capture:
     def _enclose(self, model: nn.Module) -> Callable[[], None]:
         """Make every call of the model a pass, which is over even if it is interrupted."""
         routed = vars(model).get("forward")
-        plain = model.forward
+        whole = [model.forward]
         state = State(model, (p for layer in self.layers for p in layer.parameters.values()))
         sharded = any(is_sharded(parameter) for parameter in model.parameters())
         seen: set[Any] = set()
@@ -165,12 +215,15 @@ class Capture:
             if (batch or sharded) and torch.is_grad_enabled() and _backward_task() == -1:
                 form = "sharded" if sharded else _form(args, kwargs, batch == 1, model)
                 if form not in seen:
+                    if batch and self._lifting is not None:
+                        self._look_for_lifts(whole, args, kwargs, batch)
                     try_out = look_up if sharded else examine
-                    try_out(model, plain, self, state, Arguments.of(args, kwargs, batch or 0))
+                    arguments = Arguments.of(args, kwargs, batch or 0)
+                    try_out(model, whole[0], self, state, arguments)
                     seen.add(form)
             before = state.versions()
             with self.one_pass(batch):
-                output = plain(*args, **kwargs)
+                output = whole[0](*args, **kwargs)
             state.check_unchanged(before)
             return output
 
@@ -242,7 +295,7 @@ class Capture:
         finally:
             self._current = None
 
-    def _site(self, layer: Layer) -> Site:
+    def site(self, layer: Layer) -> Site:
         """Return where this call of ``layer`` delivers to."""
         if _backward_task() != -1:
             # Of as many samples as the first time, so that the same tensors are saved.
@@ -259,6 +312,7 @@ class Capture:
         if not accumulates(layer, self._wholes or layer.parameters.values()):
             return
         self._enter(current)
+        tensors = layer.by_sample(tensors, current.batch)
         batch = tensors[0].shape[0]
         if current.batch is None:
             current.batch = batch

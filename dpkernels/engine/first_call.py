@@ -59,10 +59,13 @@ class Arguments:
         leaves, structure = tree_flatten((args, kwargs), is_leaf=_is_packed)
         return cls(leaves, structure, batch)
 
-    def chosen(self, rows: Tensor) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
+    def chosen(
+        self, rows: Tensor, follow: bool = True
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
         """Return arguments with samples ``rows``, and the floating tensors among them.
 
         rows: int64 ``[B]``. All tensors are copies, which a forward pass may change.
+        follow: whether the floating ones are to get gradients.
         """
         copies: list[Any] = []
         inputs = []
@@ -73,7 +76,7 @@ class Arguments:
                 leaf = leaf.detach().clone()
             elif isinstance(leaf, Tensor):
                 leaf = _of_samples(leaf, rows)
-                if leaf.is_floating_point() and torch.is_grad_enabled():
+                if follow and leaf.is_floating_point() and torch.is_grad_enabled():
                     inputs.append(leaf.requires_grad_())
                     leaf = leaf.clone()  # a leaf must not be changed in place
             copies.append(leaf)
@@ -198,6 +201,7 @@ class _Trial:
 
     plain: what the model returns without capture. has_common: whether it returns something whose
     first axis is not that of the samples, a loss say. drawn: whether it drew random numbers.
+    follow: whether gradients of the inputs are looked at.
     """
 
     model: nn.Module
@@ -207,6 +211,7 @@ class _Trial:
     plain: list[Tensor] | None = None
     has_common: bool = False
     drawn: bool = False
+    follow: bool = True
 
     @property
     def everyone(self) -> Tensor:
@@ -221,6 +226,20 @@ class _Trial:
         return [half.sort().values for half in (order[:middle], order[middle:]) if len(half)]
 
     def run(self, samples: Tensor, rows: Tensor, common: bool = False) -> Trace:
+        """Return what ``_run`` does, without gradients of inputs if the model asks for them itself.
+
+        It may set ``requires_grad`` on what it makes of its inputs (wav2vec 2.0), which torch
+        allows only for tensors without a history.
+        """
+        try:
+            return self._run(samples, rows, common)
+        except RuntimeError as error:
+            if not self.follow or "requires_grad flags" not in str(error):
+                raise
+        self.follow = False
+        return self._run(samples, rows, common)
+
+    def _run(self, samples: Tensor, rows: Tensor, common: bool) -> Trace:
         """Return what layers deliver when the outputs ``rows`` are differentiated.
 
         samples: of the batch, which go in in this order. common: differentiate outputs that samples
@@ -238,7 +257,7 @@ class _Trial:
             _random_state_kept(self.model),
             self.capture.redirected(lambda _, *delivered: trace.deliver(*delivered), pass_complete),
         ):
-            args, kwargs, inputs = self.arguments.chosen(samples)
+            args, kwargs, inputs = self.arguments.chosen(samples, self.follow)
             before = torch.get_rng_state()
             with self.capture.one_pass(self.arguments.batch):
                 outputs = outputs_of(self.model, self.forward(*args, **kwargs))

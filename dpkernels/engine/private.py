@@ -16,6 +16,7 @@ from dpkernels.engine.distributed import Ranks, bypass_reducer, group_of, parame
 from dpkernels.engine.hooks import discard_with, hook_into
 from dpkernels.engine.in_place import make_plain
 from dpkernels.engine.layers.tied import tie
+from dpkernels.engine.lifting import Lifting
 from dpkernels.engine.report import Report
 from dpkernels.engine.rules import check_optimizer, check_plain, layers_of
 from dpkernels.engine.sharding import is_sharded, sharding_group
@@ -370,6 +371,8 @@ def make_private(
         ranks.check_same(_facts(step, several_calls) | parameter_facts(inner))
         ranks.check_close(_sketches(step))
     capture = Capture(step.layer_complete, step.pass_complete, several_calls == "same samples")
+    if not any(map(is_sharded, inner.parameters())):  # every run is one of all ranks
+        capture.lift(Lifting(inner, modules), step.replace)
     undo = [
         capture.attach(inner, modules),
         bypass_reducer(model),

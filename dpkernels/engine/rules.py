@@ -16,8 +16,10 @@ from dpkernels.engine.layers.conv import ConvLayer, TransposedConvLayer
 from dpkernels.engine.layers.embedding import EmbeddingBagLayer, EmbeddingLayer
 from dpkernels.engine.layers.layer import Layer, Unsupported
 from dpkernels.engine.layers.linear import LinearLayer
+from dpkernels.engine.layers.ownership import contained, is_container, without_aliases
 from dpkernels.engine.layers.recurrent import CellLayer, RecurrentLayer
 from dpkernels.engine.layers.scale_shift import ScaleShiftLayer
+from dpkernels.engine.layers.scaled_embedding import WrappedEmbeddingLayer, wraps_embedding
 from dpkernels.engine.layers.transposed_linear import TransposedLinearLayer, is_conv1d
 from dpkernels.engine.sharding import fsdp_modules
 
@@ -53,7 +55,8 @@ def layers_of(model: nn.Module) -> list[Layer]:
     Raises Unsupported, naming the module and the way out, for what mixes samples, what leaves
     traces of them outside the gradient, and parameters that no rule reaches.
     """
-    layers = []
+    layers: list[Layer] = []
+    claimed: set[nn.Parameter] = set()
     for name, module in model.named_modules():
         _check_module(name, module)
         trained = {
@@ -61,8 +64,14 @@ def layers_of(model: nn.Module) -> list[Layer]:
             for attribute, parameter in module.named_parameters(recurse=False)
             if parameter.requires_grad
         }
+        if is_container(module) and claimed.issuperset(trained.values()):
+            continue
+        inside = dict(contained(module))
+        claimed |= set(inside.values())
+        trained |= inside
         if trained or _reads_trained_child(module):
             layers.append(_layer_of(name, module, trained))
+    layers = without_aliases(layers)
     if not layers:
         raise Unsupported(
             f"{type(model).__name__} has no parameter that requires grad: there is nothing to train"
@@ -71,10 +80,16 @@ def layers_of(model: nn.Module) -> list[Layer]:
 
 
 def _layer_of(name: str, module: nn.Module, trained: dict[str, nn.Parameter]) -> Layer:
+    if parametrize.is_parametrized(module):
+        # Its weight is computed in every call, from what is trained.
+        return BareLayer(name, module, trained)
     for kind, rule in _RULES.items():
         if isinstance(module, kind) and computes_as(module, kind):
             _check_attributes(name, module, kind, trained)
             return rule(name, module, trained)
+    if wraps_embedding(module):
+        _check_attributes(name, module, nn.Embedding, trained)
+        return WrappedEmbeddingLayer(name, module, trained)
     if is_conv1d(module):
         return TransposedLinearLayer(name, module, trained)
     if type(module).forward is nn.Module.forward:
@@ -176,10 +191,13 @@ def _check_module(name: str, module: nn.Module) -> None:
             f"{described} keeps running averages of the data, which would leave with the model "
             "without noise; build it with track_running_stats=False"
         )
-    if parametrize.is_parametrized(module):
+    if isinstance(module, nn.RNNBase | nn.MultiheadAttention) and any(
+        map(parametrize.is_parametrized, module.modules())
+    ):
         raise Unsupported(
-            f"{described} computes its weight from other parameters (torch.nn.utils.parametrize), "
-            "which no rule covers; remove_parametrizations(module, name) makes it a plain one"
+            f"{described} takes its weights as they are, but torch.nn.utils.parametrize computes "
+            "one of them from other parameters, which no rule covers; "
+            "remove_parametrizations(module, name) makes it a plain one"
         )
     if (
         isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)

@@ -9,7 +9,7 @@ DP-SGD is this flow with the identity as preconditioner.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -123,6 +123,16 @@ class Step:
                 f"preconditioner: it has factors for {sorted(strangers)}, but the trained layers "
                 f"are {list(self.names)}"
             )
+
+    def replace(self, replaced: Mapping[Layer, Layer]) -> None:
+        """Let others deliver in place of some layers, under their names.
+
+        Raises ValueError if the preconditioner has factors that they cannot take.
+        """
+        self.layers = tuple(replaced.get(layer, layer) for layer in self.layers)
+        self._sums.replace(replaced)
+        self._sides, self._checked = {}, {}
+        self._asked()
 
     def remember_void(self, reason: str | None) -> None:
         """Keep why there is no guarantee, if a reason is given and there is none yet."""

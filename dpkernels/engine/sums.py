@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +75,11 @@ class Sums:
         there = layer in self._written
         self._written.add(layer)
         return [self._view(parameter) for parameter in layer.parameters.values()], there
+
+    def replace(self, replaced: Mapping[Layer, Layer]) -> None:
+        """Let others own the parameters of some layers."""
+        self._layers = [replaced.get(layer, layer) for layer in self._layers]
+        self._written = {replaced.get(layer, layer) for layer in self._written}
 
     def begin_microbatch(self) -> None:
         """Say that what is added from now on is of another microbatch."""

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dpkernels.engine import Unsupported
+from dpkernels.engine.layers.randomness import Recorded
 from python_tests.engine.models import Case, vectors
 from python_tests.engine.oracle import (
     assert_same,
@@ -247,6 +248,39 @@ class FunctionalDropout(Matrix):
         return nn.functional.dropout(super().forward(x), 0.5)
 
 
+class FeatureDropout(Matrix):
+    """Drops whole channels, in a way that is not recorded."""
+
+    def forward(self, x):
+        return nn.functional.alpha_dropout(super().forward(x), 0.5, training=True)
+
+
+class AttentionDropout(Matrix):
+    """Dropout inside of torch's attention, with a mask that all samples share."""
+
+    def forward(self, x):
+        q = super().forward(x).unsqueeze(1)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        return nn.functional.scaled_dot_product_attention(q, q, q, mask, 0.5).squeeze(1)
+
+
+class DropPath(Matrix):
+    """Stochastic depth: whole samples, by random numbers that are changed in place."""
+
+    def forward(self, x):
+        drawn = torch.rand((x.shape[0],) + (1,) * (x.dim() - 1), dtype=x.dtype)
+        return x + super().forward(x) * drawn.add_(0.5).floor_()
+
+
+class SharedDropout(Matrix):
+    """Dropout of the parameter itself, the same for all samples, and of windows."""
+
+    def forward(self, x):
+        matrix = nn.functional.dropout(self.matrix, 0.3)
+        windows = nn.functional.dropout((x @ matrix).flatten(0, 1), 0.3, inplace=True)
+        return windows.view_as(x)
+
+
 class InPlace(Matrix):
     """Changes its input."""
 
@@ -260,6 +294,14 @@ class Branching(Matrix):
     def forward(self, x):
         y = super().forward(x)
         return y if bool((y.sum() > 0) | (y.sum() <= 0)) else -y
+
+
+class BatchBranching(Matrix):
+    """Computes something else for a single sample."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y if bool(y.isfinite().all()) and len(x) > 1 else -y
 
 
 class Centred(Matrix):
@@ -309,10 +351,9 @@ class Wrapped(Matrix):
 @pytest.mark.parametrize(
     ("module", "match"),
     [
-        (Dropped(), r"the model itself \(Dropped\).*dropout \(Dropout\) is active"),
-        (FunctionalDropout(4, 4), r"FunctionalDropout.*torch\.func\.vmap.*random"),
+        (FeatureDropout(4, 4), r"FeatureDropout.*random"),
         (InPlace(4, 4), r"\(InPlace\).*in place"),
-        (Branching(4, 4), r"\(Branching\).*torch\.func\.vmap.*data-dependent"),
+        (BatchBranching(4, 4), r"\(BatchBranching\).*mixes samples"),
         (Centred(4, 4), r"\(Centred\).*mixes samples"),
         (CentredScale(4), r"\(CentredScale\).*mixes samples"),
         (Running(in_place=True), r"\(Running\).*writes to this tensor"),
@@ -327,6 +368,53 @@ def test_what_cannot_be_repeated_is_refused_before_the_first_step(module, match)
     with pytest.raises(Unsupported, match=f"(?s){match}"):
         square(model(torch.randn(5, 4, dtype=torch.float64))).sum().backward()
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Dropped(),
+        FunctionalDropout(4, 4),
+        AttentionDropout(4, 4),
+        DropPath(4, 4),
+        SharedDropout(4, 4),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_a_repeated_pass_uses_the_random_numbers_of_the_forward_pass(module):
+    """The oracle replays what the forward pass drew; its masks are found by a batch of outputs."""
+    torch.manual_seed(0)
+    model, x = copy.deepcopy(module).double(), torch.randn(5, 3, 4, dtype=torch.float64)
+    training, optimizer = private(copy.deepcopy(model), 0.1)
+    for _ in range(2):
+        training.model.load_state_dict(model.state_dict())
+        torch.manual_seed(1)
+        loss = square(training.model(x))
+        loss.sum().backward()
+        optimizer.step()
+        torch.manual_seed(1)
+        with Recorded() as random:
+            wanted = square(model(x))
+        torch.testing.assert_close(loss, wanted)
+        assert random.numbers
+        gradients = [
+            dict(zip(dict(model.named_parameters()), found, strict=True))
+            for found in (
+                torch.autograd.grad(y, list(model.parameters()), retain_graph=True) for y in wanted
+            )
+        ]
+        assert_same(gradients_of(training.model), clipped_sum(gradients, 0.1))
+
+
+def test_a_module_that_looks_at_its_data_runs_sample_by_sample():
+    torch.manual_seed(0)
+    model, x = Branching(4, 4).double(), torch.randn(5, 4, dtype=torch.float64)
+    gradients = sample_gradients(model, [x])
+    bound = median_norm(gradients)
+    assert_same(private_sum(model, [x], bound), clipped_sum(gradients, bound))
+    training, _ = private(model, 1.0)
+    square(model(x)).sum().backward()
+    assert "one sample after the other" in training.report().layers[0].reason
 
 
 def test_dropout_that_is_switched_off_is_no_obstacle():

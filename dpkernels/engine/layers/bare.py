@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dpkernels.engine.capture import Captured, Site
+from dpkernels.engine.capture import Site
 from dpkernels.engine.layers.broadcast import Shapes, broadcast_forward, find_shapes
 from dpkernels.engine.layers.fallback import Fallback
-from dpkernels.engine.layers.layer import Layer, Norms, Rows, Unsupported, added_up
-from dpkernels.ops.ghost.layer import sum_dtype
-from dpkernels.ops.ghost.plan import Plan
+from dpkernels.engine.layers.layer import Unsupported
+from dpkernels.engine.layers.slots import Slots
+from dpkernels.engine.layers.stored import StoredLayer
 
 
-class BareLayer(Layer):
-    """Direct parameters of any module, by copies for each sample if it takes them, else ``vmap``.
+class BareLayer(StoredLayer):
+    """Direct parameters of any module, by copies for each sample if it takes them, else repeated.
 
     Which of the two is found out at the first call with inputs of new shapes. Either way one use
     hands over per-sample gradients ``[B, *shape]``, and children have rules of their own.
+
+    parameters: by dotted path: those in a ``ParameterDict`` of the module are its own, too.
     """
 
     rule = "broadcast parameter"
@@ -30,7 +32,8 @@ class BareLayer(Layer):
         self, name: str, module: nn.Module, parameters: Mapping[str, nn.Parameter]
     ) -> None:
         super().__init__(name, module, parameters)
-        self._fallback = Fallback(self)
+        self.slots = Slots.of(module, self.parameters)
+        self._fallback = Fallback(self.describe(), module, self.slots)
         self._shapes: dict[Any, Shapes | None] = {}
 
     def forward(self, site: Site, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -53,39 +56,12 @@ class BareLayer(Layer):
         shapes = self._shapes[key]
         if shapes is None:
             self.rule = "vmap"
-            return self._fallback.forward(site, plain, batch, args, kwargs)
+            return self._fallback.forward(site, site.deliver, plain, batch, args, kwargs)
         shapes = tuple((batch, *shape[1:]) for shape in shapes)
         return broadcast_forward(self, site, plain, shapes, args, kwargs)
 
-    def errors(self, captured: Captured) -> Sequence[Tensor]:
-        """Return all of them: gradients of each sample."""
-        return captured
-
-    def norms(self, captured: Captured, sides: Any) -> Norms:
-        """Return norms of the gradients ``[B, *shape]``."""
-        # A parameter that is one number has gradients [B].
-        return Rows.of([g.unsqueeze(-1) for g in captured])
-
-    def gradients(self, captured: Captured) -> tuple[Tensor, ...]:
-        """Return what was captured."""
-        return tuple(g.to(sum_dtype(g.dtype)) for g in captured)
-
-    def merged(self, uses: Sequence[Captured]) -> Captured:
-        """Return the uses' gradients added up."""
-        return added_up(uses)
-
-    def plan(self, captured: Captured, sides: Any) -> Plan:
-        """Return what storing, measuring and adding up the gradients costs."""
-        elements = sum(g.numel() for g in captured)
-        kept = sum(g.numel() * sum_dtype(g.dtype).itemsize for g in captured)
-        total = kept // max(1, captured[0].shape[0])
+    def cost(self) -> tuple[int, str]:
+        """Return flops of the repeated pass, and how the gradients come about."""
         if self.rule == "vmap":
-            reason = (
-                "fallback: the module runs forward and backward once more, each sample alone, and "
-                "a gradient for each sample is stored"
-            )
-            repeated = self._fallback.flops or 0
-        else:
-            reason = "autograd's gradient of a copy for each sample is stored"
-            repeated = 0
-        return Plan("stored", repeated + 4 * elements, 2 * kept + total, kept, reason)
+            return self._fallback.cost()
+        return 0, "autograd's gradient of a copy for each sample is stored"

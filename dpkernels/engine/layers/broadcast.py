@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +21,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from dpkernels.engine.capture import Site
-from dpkernels.engine.layers.layer import Layer, Unsupported
+from dpkernels.engine.layers.layer import Unsupported
 from dpkernels.engine.layers.linear import computing_dtype
+from dpkernels.engine.layers.stored import StoredLayer
 from dpkernels.ops.ghost.layer import sum_dtype
 
 # Runs that do the same arithmetic on a sample may differ by so many roundings of the output.
@@ -53,7 +54,7 @@ per_sample: Callable[..., tuple[Tensor, ...]] = PerSample.apply
 
 
 def broadcast_forward(
-    layer: Layer,
+    layer: StoredLayer,
     site: Site,
     plain: Callable[..., Any],
     shapes: Shapes,
@@ -61,13 +62,13 @@ def broadcast_forward(
     kwargs: dict[str, Any],
 ) -> Any:
     """Compute the module's output with copies of ``shapes`` in place of its parameters."""
-    copies = per_sample(site, shapes, *current_values(layer))
-    with replaced(layer.module, dict(zip(layer.parameters, copies, strict=True))):
+    copies = per_sample(site, shapes, *layer.slots.values())
+    with layer.slots.replaced(copies):
         return plain(*args, **kwargs)
 
 
 def find_shapes(
-    layer: Layer,
+    layer: StoredLayer,
     plain: Callable[..., Any],
     batch: int,
     rank: int,
@@ -88,30 +89,12 @@ def find_shapes(
     return next((shapes for shapes in dict.fromkeys(layouts) if trial.accepts(shapes)), None)
 
 
-def current_values(layer: Layer) -> list[Tensor]:
-    """Return the layer's parameters as its module has them now: of shards, the whole."""
-    slots: dict[str, Any] = layer.module._parameters
-    return [slots[name] for name in layer.parameters]
-
-
 @contextmanager
-def replaced(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let direct parameters of ``module`` be other tensors; its children are left alone."""
-    slots: dict[str, Any] = module._parameters
-    before = {name: slots[name] for name in tensors}
-    slots.update(tensors)
-    try:
-        yield
-    finally:
-        slots.update(before)
-
-
-@contextmanager
-def unchanged_buffers(layer: Layer) -> Iterator[None]:
+def unchanged_buffers(described: str, module: nn.Module) -> Iterator[None]:
     """Put all buffers of a module back, and raise Unsupported if they had changed."""
     kept = [
         (owner._buffers, name, buffer, buffer.clone())
-        for owner in layer.module.modules()
+        for owner in module.modules()
         for name, buffer in owner._buffers.items()
         if buffer is not None
     ]
@@ -125,13 +108,13 @@ def unchanged_buffers(layer: Layer) -> Iterator[None]:
                 buffers[name] = buffer
                 buffer.copy_(value)
     if changed:
-        raise changed_buffers(layer)
+        raise changed_buffers(described)
 
 
-def changed_buffers(layer: Layer) -> Unsupported:
+def changed_buffers(described: str) -> Unsupported:
     """Return the refusal of a module that keeps running state."""
     return Unsupported(
-        f"{layer.describe()}: its forward pass changes its buffers, which may carry samples out of "
+        f"{described}: its forward pass changes its buffers, which may carry samples out of "
         "the training without noise; keep no running state in a module that is trained"
     )
 
@@ -180,17 +163,17 @@ def _copies(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 @contextmanager
-def random_state_kept(layer: Layer) -> Iterator[None]:
+def random_state_kept(layer: StoredLayer) -> Iterator[None]:
     """Leave the generators of the CPU and of the parameters' GPUs as they were."""
     with torch.random.fork_rng(_gpus(layer)):
         yield
 
 
-def _random_states(layer: Layer) -> list[Tensor]:
+def _random_states(layer: StoredLayer) -> list[Tensor]:
     return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, _gpus(layer))]
 
 
-def _gpus(layer: Layer) -> list[torch.device]:
+def _gpus(layer: StoredLayer) -> list[torch.device]:
     devices = (p.device for p in layer.parameters.values())
     return list(dict.fromkeys(device for device in devices if device.type == "cuda"))
 
@@ -199,7 +182,7 @@ def _gpus(layer: Layer) -> list[torch.device]:
 class Trial:
     """Runs of a module, without autograd, that leave inputs and random numbers as they were."""
 
-    layer: Layer
+    layer: StoredLayer
     plain: Callable[..., Any]
     batch: int
     args: tuple[Any, ...]
@@ -215,7 +198,7 @@ class Trial:
         that draws random numbers.
         """
         generator = torch.Generator()
-        values = [_perturbed(current_values(self.layer), generator) for _ in range(2)]
+        values = [_perturbed(self.layer.slots.values(), generator) for _ in range(2)]
         chosen = torch.randperm(self.batch, generator=generator) % 2 == 1
         rows = [
             [_copies(p, shape) for p, shape in zip(value, shapes, strict=True)] for value in values
@@ -223,7 +206,7 @@ class Trial:
         part = (self.batch + 1) // 2
         try:
             wanted = self._run(values[0])
-            with unchanged_buffers(self.layer):
+            with unchanged_buffers(self.layer.describe(), self.layer.module):
                 one, other = self._run(rows[0]), self._run(rows[1])
                 mixed = self._run([_where(chosen, b, a) for a, b in zip(*rows, strict=True)])
                 few = wanted if self.drawn else self._run([p[:part] for p in rows[0]], part)
@@ -251,12 +234,11 @@ class Trial:
         )
         leaves, structure = tree_flatten(given)
         args, kwargs = tree_unflatten(self._of_samples(leaves, samples), structure)
-        names = self.layer.parameters
         with (
             torch.no_grad(),
             random_state_kept(self.layer),
             warnings.catch_warnings(),
-            replaced(self.layer.module, dict(zip(names, tensors, strict=True))),
+            self.layer.slots.replaced(tensors),
         ):
             # What copies are warned about is no fault of the user's.
             warnings.simplefilter("ignore")

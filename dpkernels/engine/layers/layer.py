@@ -129,6 +129,8 @@ class Layer(ABC):
     name: as in ``model.named_modules()``.
     parameters: the trained ones by attribute name, in the order that ``Norms.add_to`` takes them.
     shared: whether a parameter of it belongs to another layer, too.
+    lifted: whether a module around it delivers in its place.
+    windows: whether its input is ``[B * W, ...]``: W rows of each sample next to each other.
     sublayers: for a module that is several layers in one (attention, recurrent networks): those
         layers, which have the parameters and take their own deliveries, through
         ``site.of(sublayer)``. The layer itself then only computes the forward pass.
@@ -136,6 +138,8 @@ class Layer(ABC):
 
     rule: str
     shared = False
+    lifted = False
+    windows = False
     sublayers: tuple[Layer, ...] = ()
 
     def __init__(
@@ -147,6 +151,12 @@ class Layer(ABC):
         # Weight and bias in this order, whatever happened to the module: sums go by it.
         known = {key: parameters[key] for key in ("weight", "bias") if key in parameters}
         self.parameters = known | dict(parameters)
+
+    def by_sample(self, tensors: Captured, batch: int | None) -> Captured:
+        """Return what was captured with samples first: windows become a sample's positions."""
+        if not self.windows or not batch or any(x.shape[0] % batch for x in tensors):
+            return tensors
+        return tuple(x.unflatten(0, (batch, -1)) for x in tensors)
 
     def describe(self) -> str:
         """Return name and type for a message."""
