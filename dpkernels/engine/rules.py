@@ -13,7 +13,8 @@ from dpkernels.engine.in_place import has_forward_in_place
 from dpkernels.engine.layers.attention import AttentionLayer
 from dpkernels.engine.layers.bare import BareLayer
 from dpkernels.engine.layers.conv import ConvLayer, TransposedConvLayer
-from dpkernels.engine.layers.embedding import EmbeddingBagLayer, EmbeddingLayer
+from dpkernels.engine.layers.embedding import EmbeddingLayer
+from dpkernels.engine.layers.embedding_bag import OffsetBagLayer
 from dpkernels.engine.layers.layer import Layer, Unsupported
 from dpkernels.engine.layers.linear import LinearLayer
 from dpkernels.engine.layers.ownership import contained, is_container, without_aliases
@@ -32,7 +33,7 @@ _RULES: dict[type[nn.Module], type[Layer]] = {
     nn.ConvTranspose2d: TransposedConvLayer,
     nn.ConvTranspose3d: TransposedConvLayer,
     nn.Embedding: EmbeddingLayer,
-    nn.EmbeddingBag: EmbeddingBagLayer,
+    nn.EmbeddingBag: OffsetBagLayer,
     nn.LayerNorm: ScaleShiftLayer,
     nn.RMSNorm: ScaleShiftLayer,
     nn.GroupNorm: ScaleShiftLayer,

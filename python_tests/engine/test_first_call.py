@@ -330,6 +330,38 @@ def test_packed_arguments_are_samples_of_their_own():
         mixing(packed_batch([0, 1, 2, 3, 4]))
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_errors_that_cancel_are_no_reason_to_refuse(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Linear(2, 2),
+        nn.ReLU(),
+        nn.LayerNorm(2),
+        nn.Linear(2, 1024),
+        nn.Linear(1024, 10),
+        nn.Linear(10, 1),
+        nn.Flatten(),
+        nn.Softmax(1),
+    )
+    training, _ = private(model, 1.0)
+    square(model(torch.randn(10, 5, 2))).sum().backward()
+    assert training.samples == 10
+
+
+def test_a_batch_that_is_sorted_by_length_stays_sorted():
+    class Sorted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.GRU(3, 4, batch_first=True)
+
+        def forward(self, x, lengths):
+            return self.layer(pack_padded_sequence(x, lengths, batch_first=True))[1][0]
+
+    training, _ = private(model := Sorted(), 1.0)
+    square(model(torch.randn(6, 5, 3), torch.tensor([5, 4, 4, 3, 2, 1]))).sum().backward()
+    assert training.samples == 6
+
+
 def test_provenance_follows_values_and_not_names():
     table, x = torch.arange(9), torch.randint(9, (4, 3))
     with Provenance([table]) as provenance:

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from dpkernels.engine import rules
-from dpkernels.engine.layers.embedding_bag import OffsetBagLayer
 from python_tests.engine.oracle import (
     assert_same,
     clipped_sum,
@@ -39,11 +37,6 @@ class Bags(nn.Module):
             offsets = torch.cat([offsets, lengths.sum().view(1)])
         weights = tokens.to(self.bags.weight.dtype) / WORDS if self.weighted else None
         return self.last(self.bags(tokens, offsets, weights))
-
-
-@pytest.fixture(autouse=True)
-def rule(monkeypatch):
-    monkeypatch.setitem(rules._RULES, nn.EmbeddingBag, OffsetBagLayer)
 
 
 def example(**options):

@@ -163,6 +163,9 @@ class EmbeddingBagLayer(EmbeddingLayer):
 
     rule = "embedding bag"
 
+    def note_input(self, shape: Sequence[int], shared: bool, batch: int) -> None:
+        """Learn nothing: a bag is one sample's."""
+
     def forward(self, site: Site, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         """Compute the layer's output as a weighted sum of embedded tokens."""
         names = ("input", "offsets", "per_sample_weights")
