@@ -35,7 +35,8 @@ from python_tests.engine.random_models.cases import (
 from python_tests.engine.random_models.hostile import HOSTILE
 
 KINDS = [*ORDINARY, *BY_POSITION, *HOSTILE]
-SEEDS = range(4)
+# Of six that were tried: those that found something, among them pairs of records that are sorted.
+SEEDS = (0, 1, 4, 5)
 
 
 def check(case: Case) -> None:
