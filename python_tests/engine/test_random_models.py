@@ -35,7 +35,8 @@ from python_tests.engine.random_models.cases import (
 from python_tests.engine.random_models.hostile import HOSTILE
 
 KINDS = [*ORDINARY, *BY_POSITION, *HOSTILE]
-SEEDS = range(4)
+# 0 has saturated gates, 4 and 5 have pairs of records that a sort tells apart.
+SEEDS = (0, 1, 4, 5)
 
 
 def check(case: Case) -> None:
