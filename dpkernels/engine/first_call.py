@@ -8,16 +8,16 @@ the model is tried out once, before its first step, for each form of its argumen
    from lengths and buffers, and not tokens of the samples.
 2. It runs with capture, and the outputs of one half of the samples are differentiated. Errors in
    every layer, and gradients of the inputs, must be exactly zero for the other half.
-3. It runs with the other half replaced by samples of this one, and on the batch in reverse (unless
-   it draws random numbers, which belong to places). What layers see of a sample, and what the model
-   returns for it, must stay the same.
+3. It runs with the other half replaced by samples of this one; and, unless it draws random numbers,
+   which belong to places, on the batch in reverse and on this half alone. What layers see of a
+   sample, and what the model returns for it, must stay the same.
 
 Both halves take their turn. The runs use the batch of the call and nothing else; buffers and random
 numbers are put back. Whether a model is refused is a matter of the model, except where a model
 mixes samples for some values only. What cannot be seen from the model (a loss outside of it that
 mixes samples, hooks on gradients) is listed in ``make_private``.
 
-Cost: five training passes and an evaluation, once for each form of the arguments.
+Cost: seven training passes and an evaluation, once for each form of the arguments.
 """
 
 from __future__ import annotations
@@ -182,10 +182,9 @@ def _examine(trial: _Trial, half: Tensor) -> None:
     if where is not None and own.differs(trial.run(everyone, half)) is not None:
         where = None  # it differs from itself: sums in any order, on a GPU
     if where is None and not trial.drawn:
-        # A model that wants its samples in order says so.
-        with suppress(RuntimeError):
-            reverse = trial.run(everyone.flip(0), len(everyone) - 1 - half)
-            where = own.differs(reverse, elsewhere=True)
+        reverse = everyone.flip(0), len(everyone) - 1 - half
+        alone = half, torch.arange(len(half))
+        where = trial.differs_elsewhere(own, *reverse) or trial.differs_elsewhere(own, *alone)
     if where is None and trial.has_common:
         # A layer that cannot tell samples apart in such an output refuses it when it is used.
         with suppress(RuntimeError):
@@ -262,6 +261,18 @@ class _Trial:
         self.follow = False
         return self._run(samples, rows, common)
 
+    def differs_elsewhere(self, own: Trace, samples: Tensor, rows: Tensor) -> str | None:
+        """Return where ``rows`` of ``samples`` show something else than they did in place."""
+        try:
+            other = self.run(samples, rows)
+        except Unsupported:
+            raise
+        except Exception:
+            return None  # a model that wants its samples in order, or so many of them
+        if other.others:
+            return f"after {other.others[0].describe()}"
+        return own.differs(other, elsewhere=True)
+
     def _run(self, samples: Tensor, rows: Tensor, common: bool) -> Trace:
         """Return what layers deliver when the outputs ``rows`` are differentiated.
 
@@ -282,14 +293,15 @@ class _Trial:
         ):
             args, kwargs, inputs = self.arguments.chosen(samples, self.follow)
             before = torch.get_rng_state()
-            with self.capture.one_pass(self.arguments.batch):
+            with self.capture.one_pass(len(samples)):
                 outputs = outputs_of(self.model, self.forward(*args, **kwargs))
             self.drawn |= not torch.equal(torch.get_rng_state(), before)
             if torch.equal(samples, self.everyone):
                 self._check_outputs(outputs)
-            mine = [y[rows.to(y.device)] for y in outputs if self._has_samples(y)]
-            others = [y for y in outputs if y.requires_grad and not self._has_samples(y)]
-            self.has_common = len(others) > 0
+            size = (len(samples),)
+            mine = [y[rows.to(y.device)] for y in outputs if y.shape[:1] == size]
+            others = [y for y in outputs if y.requires_grad and y.shape[:1] != size]
+            self.has_common |= len(others) > 0
             if not common:
                 trace.outputs = [_digest(y, torch.arange(len(y))) for y in mine]
             if given := others if common else [y for y in mine if y.requires_grad]:
@@ -297,9 +309,6 @@ class _Trial:
         if not common and any(x.grad is not None and trace.reaches_others(x.grad) for x in inputs):
             raise _mixes("before its first trained layer")
         return trace
-
-    def _has_samples(self, y: Tensor) -> bool:
-        return y.shape[:1] == (self.arguments.batch,)
 
     def _check_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Raise Unsupported if capture changes what the model returns."""
