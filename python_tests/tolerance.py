@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from dpkernels.ops.ghost.rounding import sum_error, sum_limit
+from dpkernels.ops.ghost.rounding import rounding_error, sum_error, sum_limit
 
 
 def assert_as_accurate(actual: Tensor, plain: Tensor, exact: Tensor) -> None:
@@ -57,7 +57,12 @@ def assert_within_rounding(actual: Tensor, other: Tensor, terms: int, magnitude:
 
 
 def assert_never_low(
-    sq_norms: Tensor, exact: Tensor, positions: int, terms: Tensor, dtype: torch.dtype
+    sq_norms: Tensor,
+    exact: Tensor,
+    positions: int,
+    terms: Tensor,
+    dtype: torch.dtype,
+    roundings: int | None = None,
 ) -> None:
     """Assert the contract of ghost norms: never low by more than 1e-7, nor high beyond a limit.
 
@@ -69,14 +74,18 @@ def assert_never_low(
     terms: ``[B]``, sums of the terms' lengths. What float64 rounds of them, ``(200 + 2 positions)``
         times 2^-53, comes on top, and so does what sums in float32 may round, the bound of
         ``sum_error``: as far as that is within ``sum_limit`` of the norm, and not beyond.
+    roundings: of a term in the sum, where that is not the product of linear layers.
     """
     assert sq_norms.dtype == exact.dtype == torch.float64 and sq_norms.shape == exact.shape
     norms, truth = sq_norms.sqrt(), exact.sqrt()
-    most = sum_limit(positions)
+    part, most = sum_error(torch.float32, positions), sum_limit(positions)
+    if roundings is not None:
+        part = rounding_error(torch.float32, roundings)
+        most = max(1e-3, 4 * part * math.sqrt(positions))
     limit = 1e-8 if dtype == torch.float64 else max(5e-5, 1e-5 * math.sqrt(positions))
     of_sum = torch.zeros_like(terms)
     if dtype != torch.float64:
-        of_sum = torch.minimum(sum_error(torch.float32, positions) * terms, most * norms)
+        of_sum = torch.minimum(part * terms, most * norms)
     rest = (200 + 2 * positions) * 2.0**-53 * terms + of_sum
     low, high = truth * (1 - 1e-7) - norms, norms - truth * (1 + limit) - rest
     assert (low <= 0).all(), f"low by {(1 - norms / truth).max().item():.3g}"
