@@ -203,11 +203,12 @@ def weighted_product_kernel(
         alone = tl.load(apart + row // positions, mask=row < last, other=0) != 0
         used = (weight != 0)[:, None]
         errors = tl.where(used, _tile(d, row, last, d_stride, o, outputs), 0.0)
-        scale = weight.to(tl.float64)
-        if HOMOGENEOUS:
-            constant = tl.load(a + row * a_stride + inputs, mask=row < last, other=0.0)
-            scale *= tl.where(weight != 0, constant, 0.0).to(tl.float64)
-        bias += tl.sum(errors.to(tl.float64) * scale[:, None], 0)
+        if i_block == 0:
+            scale = weight.to(tl.float64)
+            if HOMOGENEOUS:
+                constant = tl.load(a + row * a_stride + inputs, mask=row < last, other=0.0)
+                scale *= tl.where(weight != 0, constant, 0.0).to(tl.float64)
+            bias += tl.sum(errors.to(tl.float64) * scale[:, None], 0)
         errors *= tl.where(alone, 0.0, weight)[:, None]
         activations = tl.where(used, _tile(a, row, last, a_stride, i, inputs), 0.0)
         total += tl.dot(tl.trans(errors), activations, input_precision="ieee", out_dtype=dtype)
