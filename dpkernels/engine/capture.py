@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_flatten, tree_leaves
 
-from dpkernels.engine.first_call import Arguments, examine, look_up
+from dpkernels.engine.arguments import Arguments, check_can_be_opened, form_of, samples_of
+from dpkernels.engine.first_call import examine, look_up
 from dpkernels.engine.in_place import InPlace
 from dpkernels.engine.sharding import guard_unsharded, is_sharded
 from dpkernels.engine.state import State
@@ -40,6 +39,7 @@ _ONE_CALL = (
 
 # What one layer hands over for one use: activations and errors, or what else its rule needs.
 Captured = tuple[Tensor, ...]
+SHARDED = "sharded"
 # Gets layers, and those that deliver in their place.
 Replace = Callable[["dict[Layer, Layer]"], None]
 # Gets a layer, and what it is called with.
@@ -206,21 +206,24 @@ class Capture:
         whole = [model.forward]
         state = State(model, (p for layer in self.layers for p in layer.parameters.values()))
         sharded = any(is_sharded(parameter) for parameter in model.parameters())
+        modules = list(model.modules())
         seen: set[Any] = set()
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             state.check_structure()
             state.check_modes()
-            batch = _samples_of((*args, *kwargs.values()))
-            if (batch or sharded) and torch.is_grad_enabled() and _backward_task() == -1:
-                form = "sharded" if sharded else _form(args, kwargs, batch == 1, model)
-                if form not in seen:
+            batch = samples_of((*args, *kwargs.values()))
+            if torch.is_grad_enabled() and _backward_task() == -1:
+                check_can_be_opened(args, kwargs)
+                form = SHARDED if sharded else form_of(args, kwargs, batch == 1, modules, len(seen))
+                if (batch or sharded) and form not in seen:
                     if batch and self._lifting is not None:
                         self._look_for_lifts(whole, args, kwargs, batch)
-                    try_out = look_up if sharded else examine
                     arguments = Arguments.of(args, kwargs, batch or 0)
-                    try_out(model, whole[0], self, state, arguments)
-                    seen.add(form)
+                    if sharded:
+                        look_up(model, whole[0], self, state, arguments)
+                    if sharded or examine(model, whole[0], self, state, arguments):
+                        seen.add(form)
             before = state.versions()
             with self.one_pass(batch):
                 output = whole[0](*args, **kwargs)
@@ -402,31 +405,6 @@ def flattened(layers: Sequence[Layer]) -> list[Layer]:
     """Return the layers that have parameters: sublayers in place of what they make up."""
     parts = (part for layer in layers for part in layer.sublayers or (layer,))
     return [part for part in parts if part.parameters]
-
-
-def _form(args: Any, kwargs: Any, alone: bool, model: nn.Module) -> tuple[Any, ...]:
-    """Return what tells forms of arguments apart: kinds, dimensions, options, but not lengths."""
-    leaves, structure = tree_flatten((args, kwargs))
-    kinds = [
-        (x.dim(), x.dtype)
-        if isinstance(x, Tensor)
-        else (x if isinstance(x, bool | str) else type(x))
-        for x in leaves
-    ]
-    autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
-    return (alone, model.training, structure, *kinds, *autocast)
-
-
-def _samples_of(inputs: Sequence[Any]) -> int | None:
-    """Return the first axis of the first tensor that has one, or how many sequences are packed."""
-    for given in inputs:
-        if isinstance(given, PackedSequence):
-            return int(given.batch_sizes[0])
-        # Most models get tensors, for which a walk through a tree takes 25 us too many.
-        for leaf in (given,) if isinstance(given, Tensor) else tree_leaves(given):
-            if isinstance(leaf, Tensor) and leaf.dim() > 0:
-                return leaf.shape[0]
-    return None
 
 
 def _backward_task() -> int:

@@ -22,16 +22,18 @@ Cost: seven training passes and an evaluation, once for each form of the argumen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, fields, is_dataclass
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
+from dpkernels.engine.arguments import Arguments, outputs_of
 from dpkernels.engine.layers.layer import Layer, Unsupported
 from dpkernels.engine.provenance import Provenance
 
@@ -45,48 +47,14 @@ _WAY_OUT = (
 )
 
 
-# Of the tolerance for the same arithmetic: 0.005 of a row in float32.
-_ELSEWHERE = 16.0
+# Where rows are elsewhere, products round differently. They may differ by so many times the
+# tolerance for the same arithmetic, 0.005 of a row in float32; and by so many roundings of the
+# largest product that there is, which may have cancelled.
+_ELSEWHERE, _ROUNDINGS = 16.0, 100.0
+# Random numbers that a model which draws some is tried out with: one order of a small batch may
+# happen to leave everything in its place.
+_SEEDS = (0, 1, 2)
 Digests = dict[tuple[Layer, int], list[Tensor]]
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """What the model is called with: leaves of a tree, and how many samples they hold."""
-
-    leaves: list[Any]
-    structure: Any
-    batch: int
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> Arguments:
-        """Take arguments apart."""
-        leaves, structure = tree_flatten((args, kwargs), is_leaf=_is_packed)
-        return cls(leaves, structure, batch)
-
-    def chosen(
-        self, rows: Tensor, follow: bool = True
-    ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
-        """Return arguments with samples ``rows``, and the floating tensors among them.
-
-        rows: int64 ``[B]``. All tensors are copies, which a forward pass may change.
-        follow: whether the floating ones are to get gradients.
-        """
-        copies: list[Any] = []
-        inputs = []
-        for leaf in self.leaves:
-            if _is_packed(leaf):
-                leaf = _of_samples(leaf, rows)
-            elif isinstance(leaf, Tensor) and leaf.shape[:1] != (self.batch,):
-                leaf = leaf.detach().clone()
-            elif isinstance(leaf, Tensor):
-                leaf = _of_samples(leaf, rows)
-                if follow and leaf.is_floating_point() and torch.is_grad_enabled():
-                    inputs.append(leaf.requires_grad_())
-                    leaf = leaf.clone()  # a leaf must not be changed in place
-            copies.append(leaf)
-        args, kwargs = tree_unflatten(copies, self.structure)
-        return args, kwargs, inputs
 
 
 @dataclass
@@ -130,17 +98,25 @@ class Trace:
         elsewhere: samples were in other places, where products round differently. Errors that
         cancel are nothing but rounding, so those are not compared then.
         """
-        tolerance = _ELSEWHERE if elsewhere else 1.0
+        scale = self._largest() if elsewhere else None
         where = None
-        if not _all_same(self.outputs, other.outputs, tolerance):
+        if not _all_same(self.outputs, other.outputs, scale):
             where = "after its last trained layer"
         for use, inputs in self.inputs.items():
-            same = _all_same(inputs, other.inputs.get(use, []), tolerance)
+            same = _all_same(inputs, other.inputs.get(use, []), scale)
             if not elsewhere:
-                same &= _all_same(self.errors[use], other.errors.get(use, []), tolerance)
+                same &= _all_same(self.errors[use], other.errors.get(use, []), scale)
             if not same:
                 where = f"before {use[0].describe()}"  # deliveries come last layer first
         return where
+
+    def _largest(self) -> float:
+        """Return the largest product of a row and a layer's weights, which may have cancelled."""
+        found = [_longest(self.outputs)]
+        for (layer, _), inputs in self.inputs.items():
+            weights = max(float(p.detach().norm()) for p in layer.parameters.values())
+            found.append(_longest(inputs) * max(1.0, weights))
+        return max(found)
 
 
 def examine(
@@ -149,10 +125,13 @@ def examine(
     capture: Capture,
     state: State,
     arguments: Arguments,
-) -> None:
+) -> bool:
     """Try the model out on ``arguments``; raise Unsupported where samples do not stay apart.
 
     forward: the model's own forward pass, in which layers deliver to ``capture``.
+
+    Returns whether that settles it. It does not where all samples are equal, or where an argument
+    ``[B, B]`` may be about samples or in common: another batch must show.
     """
     trial = _Trial(model, forward, capture, arguments)
     try:
@@ -163,9 +142,25 @@ def examine(
         # Layers in private training have more to say about wrong inputs than torch has.
         trial.run(trial.everyone, trial.everyone)
         raise
+    try:
+        _examine_halves(trial, state)
+    except Unsupported:
+        held = arguments.holding_squares()
+        if held is None:
+            raise
+        _examine_halves(replace(trial, arguments=held), state)
+        return False
+    return arguments.differ
+
+
+def _examine_halves(trial: _Trial, state: State) -> None:
     with state.kept():
-        for half in trial.halves():
-            _examine(trial, half)
+        for seed in _SEEDS:
+            trial.seed = seed
+            for half in trial.halves():
+                _examine(trial, half)
+            if not trial.drawn:
+                return
 
 
 def _examine(trial: _Trial, half: Tensor) -> None:
@@ -179,17 +174,21 @@ def _examine(trial: _Trial, half: Tensor) -> None:
     # Each by the one before it, so that samples that come sorted by length stay sorted.
     replaced = half[(torch.searchsorted(half, everyone, right=True) - 1).clamp(min=0)]
     where = own.differs(trial.run(replaced, half))
-    if where is not None and own.differs(trial.run(everyone, half)) is not None:
-        where = None  # it differs from itself: sums in any order, on a GPU
-    if where is None and not trial.drawn:
+    if where is not None and trial.on_gpu and own.differs(trial.run(everyone, half)) is not None:
+        where = None  # it differs from itself: a GPU adds up in any order
+    if where is None and not trial.drawn and trial.arguments.can_move:
         reverse = everyone.flip(0), len(everyone) - 1 - half
         alone = half, torch.arange(len(half))
         where = trial.differs_elsewhere(own, *reverse) or trial.differs_elsewhere(own, *alone)
     if where is None and trial.has_common:
         # A layer that cannot tell samples apart in such an output refuses it when it is used.
-        with suppress(RuntimeError):
+        try:
             whole, other = (trial.run(rows, half, common=True) for rows in (everyone, replaced))
             where = whole.differs(other)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            pass
     if where is not None:
         raise _mixes(where)
 
@@ -223,7 +222,7 @@ class _Trial:
 
     plain: what the model returns without capture. has_common: whether it returns something whose
     first axis is not that of the samples, a loss say. drawn: whether it drew random numbers.
-    follow: whether gradients of the inputs are looked at.
+    follow: whether gradients of the inputs are looked at. seed: of the random numbers.
     """
 
     model: nn.Module
@@ -234,6 +233,12 @@ class _Trial:
     has_common: bool = False
     drawn: bool = False
     follow: bool = True
+    seed: int = 0
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the model is on one."""
+        return any(parameter.is_cuda for parameter in self.model.parameters())
 
     @property
     def everyone(self) -> Tensor:
@@ -241,7 +246,7 @@ class _Trial:
         return torch.arange(self.arguments.batch)
 
     def halves(self) -> list[Tensor]:
-        """Return two halves without an order that a model could have, or one sample alone."""
+        """Return two random halves; a batch of one gives itself."""
         batch = self.arguments.batch
         order = torch.randperm(batch, generator=torch.Generator().manual_seed(batch))
         middle = (batch + 1) // 2
@@ -265,7 +270,7 @@ class _Trial:
         """Return where ``rows`` of ``samples`` show something else than they did in place."""
         try:
             other = self.run(samples, rows)
-        except Unsupported:
+        except (Unsupported, torch.OutOfMemoryError):
             raise
         except Exception:
             return None  # a model that wants its samples in order, or so many of them
@@ -288,14 +293,14 @@ class _Trial:
 
         with (
             torch.enable_grad(),
-            _random_state_kept(self.model),
+            _random_state_kept(self.model, self.seed),
             self.capture.redirected(lambda _, *delivered: trace.deliver(*delivered), pass_complete),
         ):
             args, kwargs, inputs = self.arguments.chosen(samples, self.follow)
-            before = torch.get_rng_state()
+            before = _random_numbers()
             with self.capture.one_pass(len(samples)):
                 outputs = outputs_of(self.model, self.forward(*args, **kwargs))
-            self.drawn |= not torch.equal(torch.get_rng_state(), before)
+            self.drawn |= _random_numbers() != before
             if torch.equal(samples, self.everyone):
                 self._check_outputs(outputs)
             size = (len(samples),)
@@ -319,39 +324,6 @@ class _Trial:
             )
 
 
-def outputs_of(model: nn.Module, output: Any) -> list[Tensor]:
-    """Return the floating tensors that the model returns; sequences as ``[B, T, ...]``.
-
-    Raises Unsupported for an object inside of which tensors cannot be found.
-    """
-    leaves = tree_leaves(output, is_leaf=_is_packed)
-    leaves = [x for leaf in leaves for x in (_fields(leaf) if is_dataclass(leaf) else [leaf])]
-    leaves = [pad_packed_sequence(x, True)[0] if _is_packed(x) else x for x in leaves]
-    if leaves and not any(isinstance(x, Tensor) for x in leaves):
-        raise Unsupported(
-            f"{type(model).__name__} returns a {type(leaves[0]).__name__}, inside of which tensors "
-            "cannot be followed; return tensors, tuples, lists, dicts or dataclasses"
-        )
-    return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
-
-
-def _fields(leaf: Any) -> list[Any]:
-    return tree_leaves([getattr(leaf, field.name) for field in fields(leaf)])
-
-
-def _is_packed(x: Any) -> bool:
-    return isinstance(x, PackedSequence)
-
-
-def _of_samples(leaf: Any, rows: Tensor) -> Any:
-    """Return some samples of a batch: a tensor ``[B, ...]``, or packed sequences."""
-    if isinstance(leaf, Tensor):
-        return leaf.detach()[rows.to(leaf.device)]
-    padded, lengths = pad_packed_sequence(leaf, batch_first=True)
-    own = padded.detach()[rows.to(padded.device)], lengths[rows]
-    return pack_padded_sequence(*own, batch_first=True, enforce_sorted=False)
-
-
 def _mixes(where: str) -> Unsupported:
     return Unsupported(
         f"the model mixes samples {where}: the output of one sample depends on another, or the "
@@ -366,34 +338,65 @@ def _weights(y: Tensor) -> Tensor:
     return (1 + 0.5 * torch.sin(places + 1)).to(y.dtype).view(y.shape)
 
 
-def _digest(x: Tensor, rows: Tensor) -> Tensor:
-    """Return of each of ``rows`` a weighted sum, its tolerance, and its length: ``[rows, 3]``.
+def _longest(digests: Sequence[Tensor]) -> float:
+    norms = [x[:, 1][x[:, 1].isfinite()] for x in digests]
+    return max((float(x.max()) for x in norms if len(x)), default=0.0)
 
-    Equal arithmetic on equal rows gives equal bits on a CPU. On a GPU, sums in any order differ by
-    roundings, which stay below the root of eps.
-    """
+
+def _digest(x: Tensor, rows: Tensor) -> Tensor:
+    """Return of each of ``rows`` a weighted sum, norm, eps and length: float64 ``[rows, 4]``."""
     chosen = x.detach()[rows.to(x.device)].double()
     flat = chosen.flatten(1) if chosen.dim() > 1 else chosen.unsqueeze(1)
     length = flat.shape[1]
     weights = torch.sin(torch.arange(length, device=x.device, dtype=torch.float64) + 1)
     eps = torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
-    tolerance = flat.norm(dim=1) * eps**0.5
-    return torch.stack([flat @ weights, tolerance, torch.full_like(tolerance, length)], 1)
+    norms = flat.norm(dim=1)
+    constants = [torch.full_like(norms, x) for x in (eps, length)]
+    return torch.stack([flat @ weights, norms, *constants], 1)
 
 
-def _all_same(these: Sequence[Tensor], those: Sequence[Tensor], tolerance: float) -> bool:
+def _all_same(these: Sequence[Tensor], those: Sequence[Tensor], scale: float | None) -> bool:
     pairs = zip(these, those, strict=False)
-    return all(_same(a, b, tolerance) for a, b in pairs)
+    return all(_same(a, b, scale) for a, b in pairs)
 
 
-def _same(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    """Return whether two digests are of the same values, or cannot be compared."""
-    if not torch.equal(a[:, 2], b[:, 2]):
+def _same(a: Tensor, b: Tensor, scale: float | None) -> bool:
+    """Return whether two digests are of the same values, or cannot be compared.
+
+    Equal arithmetic on equal rows gives equal bits on a CPU. On a GPU, sums in any order differ by
+    roundings, which stay below the root of eps.
+
+    scale: of the forward pass, if rows are elsewhere.
+    """
+    if not torch.equal(a[:, 3], b[:, 3]):
         return True  # other lengths: a model that cuts the batch to its longest sample
-    close = (a[:, 0] - b[:, 0]).abs() <= tolerance * torch.maximum(a[:, 1], b[:, 1])
+    eps = a[:, 2]
+    tolerance = eps.sqrt() * torch.maximum(a[:, 1], b[:, 1])
+    if scale is not None:
+        tolerance = torch.maximum(_ELSEWHERE * tolerance, _ROUNDINGS * eps * scale)
+    close = (a[:, 0] - b[:, 0]).abs() <= tolerance
     return bool((close | ~(a.isfinite() & b.isfinite()).all(1)).all())
 
 
-def _random_state_kept(model: nn.Module) -> Any:
+def _random_numbers() -> tuple[Any, ...]:
+    """Return numbers that are others once a generator has been used."""
+    with torch.random.fork_rng([]):
+        drawn = torch.rand(4).tolist()
+    of_numpy: Any = numpy.random.get_state()
+    return (*drawn, of_numpy[2], int(of_numpy[1].sum()), random.getstate())
+
+
+@contextmanager
+def _random_state_kept(model: nn.Module, seed: int = 0) -> Iterator[None]:
+    """Begin with the same random numbers, and leave all generators as they were."""
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    return torch.random.fork_rng(list(devices))
+    of_python, of_numpy = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(list(devices)):
+            torch.manual_seed(seed)
+            numpy.random.seed(seed)
+            random.seed(seed)
+            yield
+    finally:
+        random.setstate(of_python)
+        numpy.random.set_state(of_numpy)

@@ -62,7 +62,7 @@ class Copied:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the class does."""
         if self.method == "forward" and torch.is_grad_enabled():
-            for parameter in self.module.parameters(recurse=False):
+            for parameter in self.module.parameters():
                 if parameter.requires_grad and parameter not in self._guards:
                     self._guards[parameter] = parameter.register_hook(_refuse).remove
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)

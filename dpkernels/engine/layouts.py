@@ -1,8 +1,9 @@
 """What a model's modules are given: samples first, windows of samples, or neither.
 
 The model runs on one sample and on two. An axis that doubles holds samples, one that stays does
-not: a matter of the model, whatever the lengths of a batch. Nothing of the samples but shapes is
-looked at.
+not: a matter of the model, whatever the lengths of a batch. Only shapes are looked at. An operation
+whose output is as long as its values say (a boolean mask) makes shapes a matter of the samples, and
+is noted.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dpkernels.engine.layers.caches import is_cache
@@ -57,12 +59,14 @@ class Seen:
 
     calls: of each module. uses: the modules that were running when a parameter was used, innermost
     last. looked_up: shapes of indices, by the module. output: tensors that the model returned.
+    ragged: whether the values of a tensor decided a shape.
     """
 
     calls: dict[nn.Module, list[Call]] = field(default_factory=dict)
     uses: dict[nn.Parameter, list[Within]] = field(default_factory=dict)
     looked_up: dict[nn.Module, list[torch.Size]] = field(default_factory=dict)
     output: list[Tensor] = field(default_factory=list)
+    ragged: bool = False
 
 
 def look(
@@ -74,7 +78,7 @@ def look(
 ) -> Seen:
     """Run ``forward``, that of ``model``, and return what its modules were given."""
     seen = Seen()
-    with _followed(model, seen) as running, _Uses(set(parameters), seen, running):
+    with _followed(model, seen) as running, _Ragged(seen), _Uses(set(parameters), seen, running):
         whole = Call((model,), _shapes(tree_leaves((args, kwargs))))
         seen.calls[model] = [whole]
         running.append(model)
@@ -110,6 +114,30 @@ def _followed(model: nn.Module, seen: Seen) -> Iterator[list[nn.Module]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+class _Ragged(TorchDispatchMode):
+    """Notes operations whose values decide the shape of what they return."""
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen = seen
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compute ``func``."""
+        if torch.Tag.dynamic_output_shape in func.tags:
+            # Indices have a length of their own, unless they are a mask.
+            indices = args[1] if func.overloadpacket is torch.ops.aten.index else [None]
+            given = [x for x in tree_leaves(indices) if isinstance(x, Tensor)]
+            masks = [x for x in given if x.dtype in (torch.bool, torch.uint8)]
+            self._seen.ragged |= not given or bool(masks)
+        return func(*args, **(kwargs or {}))
 
 
 class _Uses(TorchFunctionMode):

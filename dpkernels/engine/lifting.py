@@ -72,8 +72,13 @@ class Lifting:
         parameters = [p for layer in self._layers for p in _parameters(layer)]
         with self._undisturbed():
             try:
-                with torch.no_grad():
-                    one, two = (look(self._model, forward, *x, parameters) for x in small)
+                # The same random numbers in every run: outputs are compared.
+                with torch.no_grad(), torch.random.fork_rng():
+                    one = look(self._model, forward, *small[0], parameters)
+                with torch.no_grad(), torch.random.fork_rng():
+                    two = look(self._model, forward, *small[1], parameters)
+            except torch.OutOfMemoryError:
+                raise
             except Exception:
                 # Whatever it has against fewer samples, it is looked at again in the backward pass.
                 return []
@@ -81,7 +86,8 @@ class Lifting:
             odd = [layer for layer in self._layers if not found.is_plain(layer)]
             if not odd:
                 return []
-            found.errors = self._errors(forward, small[1], odd)
+            with torch.random.fork_rng():
+                found.errors = self._errors(forward, small[1], odd)
             shared = [layer for layer in odd if found.has_positions(layer)]
             looked_up = self._same_with_positions(forward, small[1], two, shared)
         for layer in looked_up:
@@ -221,7 +227,7 @@ class _Look:
 
     def has_windows(self, layer: Layer) -> bool:
         """Return whether every sample has rows of its own, next to each other, in every call."""
-        if self._strays(layer) or not _takes_windows(layer):
+        if self._two.ragged or self._strays(layer) or not _takes_windows(layer):
             return False
         errors, rows = self.errors.get(layer.module, []), self._rows(layer)
         return len(errors) == len(rows) and all(
@@ -245,7 +251,7 @@ class _Look:
     def around(self, layer: Layer) -> nn.Module | None:
         """Return the nearest module that is given samples and returns samples alone.
 
-        None for a module that may go without: it is given samples, and only some output has none.
+        None if the layer's own rule suffices: only some of its outputs lack samples.
         Raises Unsupported where there is none for another layer.
         """
         if layer.shared:

@@ -342,7 +342,7 @@ def make_private(
             raise ValueError(f"{op}: {name} must be one of {', '.join(choices)}, got {value!r}")
     check_plain(model)
     inner, group = group_of(model, process_group)
-    modules = layers_of(make_plain(inner))
+    modules = layers_of(inner)
     layers = flattened(modules)
     groups = tie(layers)
     parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters.values()))
@@ -373,6 +373,7 @@ def make_private(
     capture = Capture(step.layer_complete, step.pass_complete, several_calls == "same samples")
     if not any(map(is_sharded, inner.parameters())):  # every run is one of all ranks
         capture.lift(Lifting(inner, modules), step.replace)
+    make_plain(inner)
     undo = [
         capture.attach(inner, modules),
         bypass_reducer(model),

@@ -1,4 +1,4 @@
-"""Tensors of a model that a forward pass must leave alone: buffers and frozen parameters.
+"""Tensors of a model that a forward pass must leave alone: its buffers and parameters.
 
 What a forward pass writes into them depends on its samples and leaves with the model, without
 noise: running statistics, the rows that ``nn.Embedding(max_norm=...)`` rescales.
@@ -25,7 +25,7 @@ _PIECE = 2**20
 
 
 class State:
-    """The buffers and frozen parameters of a model, and how often each was written to."""
+    """The buffers and parameters of a model, and how often each was written to."""
 
     def __init__(self, model: nn.Module, trained: Iterable[Tensor]) -> None:
         self._owners = list(model.named_modules())
@@ -37,7 +37,7 @@ class State:
 
     def versions(self) -> Versions:
         """Return what changes if a tensor is written to or replaced; 0.1 us for each."""
-        return [(x, x._version, x.data_ptr()) for _, _, x in self._tensors()]
+        return [(x, x._version, _place(x)) for _, _, x in self._tensors()]
 
     def _tensors(self) -> Iterator[tuple[tuple[str, nn.Module], str, Tensor]]:
         """Yield the module's name, the module, the attribute's name, and the tensor."""
@@ -48,7 +48,7 @@ class State:
                     yield owner, key, buffer
             if not self._sharded:
                 for key, parameter in module._parameters.items():
-                    if parameter is not None and not parameter.requires_grad:
+                    if parameter is not None:
                         yield owner, key, parameter
 
     def _sums(self) -> list[float]:
@@ -59,7 +59,7 @@ class State:
         """Raise Unsupported, with its name, if a tensor is not what it was."""
         now = list(self._tensors())
         for (x, version, place), (owner, key, y) in zip(before, now, strict=False):
-            if x is not y or version != y._version or place != y.data_ptr():
+            if x is not y or version != y._version or place != _place(y):
                 raise _changed(key, *owner)
         if len(now) != len(before):
             owner, key, _ = now[-1] if now else (self._owners[0], "a buffer", None)
@@ -100,7 +100,7 @@ class State:
     def kept(self) -> Iterator[None]:
         """Put buffers that change back, and raise Unsupported for them, and for new ones.
 
-        A frozen parameter that changes is refused, but not put back: copies of all of them would
+        A parameter that changes is refused, but not put back: copies of all of them would
         take the model's memory once more. Values are compared, too: writes to ``x.data`` count as
         none.
         """
@@ -127,8 +127,13 @@ class State:
                 buffers[key] = buffer
 
 
+def _place(x: Tensor) -> int:
+    return x.data_ptr() if x.layout is torch.strided else 0
+
+
 def _weighted_sum(x: Tensor) -> float:
-    flat = x.detach().reshape(-1)
+    values = x.detach() if x.layout is torch.strided else x.detach().coalesce().values()
+    flat = values.reshape(-1)
     if x.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     # In pieces, so that no copy of a large table is made in float64.
@@ -142,6 +147,6 @@ def _weighted_sum(x: Tensor) -> float:
 def _changed(key: str, name: str, module: nn.Module) -> Unsupported:
     return Unsupported(
         f"{key} of {name or 'the model itself'} ({type(module).__name__}): the forward pass writes "
-        "to this tensor, a buffer or frozen parameter, so that samples would leave with the model "
-        "without noise; keep no running state in a model that is trained privately"
+        "to this tensor, a buffer or parameter, so that samples would leave with the model without "
+        "noise; keep no running state in a model that is trained privately"
     )

@@ -13,7 +13,7 @@ from dpkernels.engine import Clipping, PrivateTraining
 from dpkernels.opacus.arguments import Processes
 from dpkernels.opacus.batch_second import BatchSecond
 from dpkernels.opacus.clipping import set_layer_bounds
-from dpkernels.opacus.holding import noise_key_for, release
+from dpkernels.opacus.holding import check_no_batch_waits, noise_key_for, release
 from dpkernels.opacus.utils.uniform_sampler import seed_of
 
 
@@ -51,6 +51,7 @@ def attach(
     noise_multiplier, clipping: as the engine takes them. layer_bounds: one for each parameter, of
     per-layer clipping. expected_batch_size: of no account if losses are sums.
     """
+    check_no_batch_waits(processes.inside)
     batch_second = None if batch_first else BatchSecond(processes.trained)
     release(processes.inside)
     training = engine.make_private(

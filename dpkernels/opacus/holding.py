@@ -20,19 +20,36 @@ _ATTRIBUTE = "_held_by"
 
 
 class Holder:
-    """What ends the private training of one model, and the seeds that its noise came from."""
+    """What ends the private training of one model, and the seeds that its noise came from.
+
+    waits: whether a batch of that training was handed out and has no step yet.
+    """
 
     def __init__(self) -> None:
         self.end: Callable[[], None] | None = None
+        self.waits: Callable[[], bool] = lambda: False
         self.seeds: Counter[int] = Counter()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Holder, ()
 
 
-def hold(model: nn.Module, end: Callable[[], None]) -> None:
-    """Note what ends the private training that ``model`` is in now."""
-    _holder_of(model).end = end
+def hold(model: nn.Module, end: Callable[[], None], waits: Callable[[], bool]) -> None:
+    """Note what ends the private training that ``model`` is in now, and whether a batch waits."""
+    holder = _holder_of(model)
+    holder.end, holder.waits = end, waits
+
+
+def check_no_batch_waits(model: nn.Module) -> None:
+    """Raise RuntimeError if the training that ``model`` is in has a batch without a step.
+
+    Whoever may leave out batches after a look at them chooses what is released.
+    """
+    if is_held(model) and _holder_of(model).waits():
+        raise RuntimeError(
+            "make_private: a batch of the private training before was handed out and has no step; "
+            "iterate its loader again, which begins with that batch, and call step()"
+        )
 
 
 def release(model: nn.Module) -> None:

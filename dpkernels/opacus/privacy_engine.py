@@ -33,6 +33,7 @@ from dpkernels.opacus.data_loader import (
     sampling_of,
 )
 from dpkernels.opacus.grad_sample.grad_sample_module import GradSampleHooks, GradSampleModule
+from dpkernels.opacus.grad_sample.pairing import withdraw
 from dpkernels.opacus.optimizers.optimizer import DPOptimizer
 from dpkernels.opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from dpkernels.opacus.validators import ModuleValidator
@@ -127,6 +128,7 @@ class PrivacyEngine:
         )
         check_rand_on_empty(rand_on_empty)
         if isinstance(optimizer, DPOptimizer):
+            withdraw(optimizer)
             optimizer = optimizer.original_optimizer
         processes = Processes.of(module)
         check_can_begin(processes.inside)

@@ -162,10 +162,20 @@ class PrivateRun:
         return self._seconds + time.monotonic() - self._started
 
     def close(self) -> None:
-        """Stop accounting: of what is released afterwards nobody knows the cost."""
+        """Stop accounting: of what is released afterwards nobody knows the cost.
+
+        A batch that has no step yet goes on waiting in the loader, for the next run.
+        """
+        self.settle()
         self._stop()
         if self.loader.watcher is self:
-            self.loader.watcher = self.loader.waiting = None
+            self.loader.watcher = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether a batch was handed out that has no step yet."""
+        self.settle()
+        return self.loader.waiting is not None
 
     def begins(self) -> None:
         """Note that the loader begins an iteration; what was left of the last is forgotten."""

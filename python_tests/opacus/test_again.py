@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from dpkernels.opacus import GradSampleModule, PrivacyEngine
 from dpkernels.opacus.data_loader import DPDataLoader
+from dpkernels.opacus.optimizers import DPOptimizer
 from python_tests.opacus.small import (
     BATCH,
     RECORDS,
@@ -99,16 +100,13 @@ def test_two_models_of_one_generator_have_noise_of_their_own():
     assert not torch.isin(*gradients).any()
 
 
-def test_samples_of_the_round_before_are_dropped():
+def test_samples_of_the_round_before_are_not_dropped():
     engine = PrivacyEngine(accountant="rdp")
     model, _, loader = made(engine, poisson_sampling=False)
     x, y = next(iter(loader))
     cross_entropy(model(x), y).backward()
-    model, optimizer, _ = made(
-        engine, module=model, data_loader=loader, poisson_sampling=False, noise_multiplier=0.0
-    )
-    optimizer.step()
-    assert all(not parameter.grad.any() for parameter in model.parameters())
+    with pytest.raises(RuntimeError, match="has no step"):
+        made(engine, module=model, data_loader=loader, poisson_sampling=False)
 
 
 def test_what_is_wrong_leaves_the_round_before_alone():
@@ -163,3 +161,71 @@ def test_the_generator_of_a_loader_drives_the_sampling_and_says_so():
         *_, loader = PrivacyEngine(accountant="rdp").make_private(**again)
         loader = DPDataLoader.from_data_loader(loader)
     assert loader.private_sampler.seed is None
+
+
+def test_a_batch_without_a_step_is_not_dropped_by_making_the_model_private_again():
+    engine = PrivacyEngine()
+    model, optimizer, loader = _begun(engine)
+    for _ in loader:
+        break
+    with pytest.raises(RuntimeError, match="has no step"):
+        engine.make_private(
+            module=model,
+            optimizer=optimizer.original_optimizer,
+            data_loader=_data(),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+    for x, y in loader:
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        break
+    engine.make_private(
+        module=model,
+        optimizer=optimizer.original_optimizer,
+        data_loader=_data(),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+
+
+def test_an_optimizer_built_by_hand_gives_way_to_make_private():
+    torch.manual_seed(0)
+    module = torch.nn.Linear(4, 3)
+    by_hand = DPOptimizer(
+        optimizer=torch.optim.SGD(module.parameters(), 0.1),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        expected_batch_size=8,
+    )
+    engine = PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=module,
+        optimizer=by_hand,
+        data_loader=_data(),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    for x, y in loader:
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        break
+    assert engine.get_epsilon(1e-5) > 0
+
+
+def _data():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 4, generator=generator)
+    y = torch.randint(3, (64,), generator=generator)
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8)
+
+
+def _begun(engine):
+    module = torch.nn.Linear(4, 3)
+    return engine.make_private(
+        module=module,
+        optimizer=torch.optim.SGD(module.parameters(), 0.1),
+        data_loader=_data(),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )

@@ -58,6 +58,14 @@ def add_optimizer(optimizer: Waiting) -> None:
     _waiting.add(optimizer)
 
 
+def withdraw(optimizer: Waiting) -> None:
+    """Let an optimizer wait no longer: something else trains its parameters."""
+    _waiting.discard(optimizer)
+
+
 def _belong_together(model: Wrapped, optimizer: Waiting) -> bool:
+    """Return whether the model has all parameters of the optimizer, and trains no others."""
     own = {id(parameter) for parameter in model._module.parameters()}
-    return any(id(parameter) in own for parameter in optimizer.params)
+    trained = {id(p) for p in model._module.parameters() if p.requires_grad}
+    updated = {id(parameter) for parameter in optimizer.params}
+    return trained <= updated <= own

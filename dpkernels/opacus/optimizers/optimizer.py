@@ -159,7 +159,7 @@ class DPOptimizer(Optimizer):
     def _begin(self, attached: Attached, model: nn.Module) -> None:
         self._attached, self._model = attached, model
         self._handle = self.original_optimizer.register_step_pre_hook(self._after_noise)
-        hold(model, self.end)
+        hold(model, self.end, lambda: self.run is not None and self.run.waits)
 
     @property
     def training(self) -> PrivateTraining:
