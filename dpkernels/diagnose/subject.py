@@ -29,7 +29,13 @@ from dpkernels.train.methods import (
 from dpkernels.train.models import build
 from dpkernels.train.options import Options, resumed
 from dpkernels.train.outputs import MODEL, REPORT
-from dpkernels.train.prepared import at_iterate, data_of, loader_of, setting_of
+from dpkernels.train.prepared import (
+    at_iterate,
+    data_of,
+    loader_of,
+    setting_of,
+    unreachable_of,
+)
 
 _SEED = 0  # figures can be drawn again; nothing here is private anyway
 _POINTS = 10  # of a history, beside the first
@@ -92,6 +98,7 @@ def _subject(options: Options, folder: Path | None) -> Subject:
         options.epochs * len(loader),
         loader.sampling,
         accountant=options.accountant,
+        unreachable=unreachable_of(model),
     )
     return Subject(options, data, model, sources, sigma, steps, notes)
 

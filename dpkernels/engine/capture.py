@@ -44,6 +44,8 @@ SHARDED = "sharded"
 Replace = Callable[["dict[Layer, Layer]"], None]
 # Gets a layer, and what it is called with.
 Note = Callable[["Layer", tuple[Any, ...]], None]
+# Gets a layer's module, its own forward pass, and what it is called with; returns the output.
+Follow = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass(eq=False)
@@ -116,6 +118,7 @@ class Capture:
         self._open: Pass | None = None  # the pass of the backward pass that is running
         self._paused = False
         self._note: Note | None = None  # what is told of calls, while the model is looked at
+        self._follow: Follow | None = None  # what makes them then
         self._wholes: list[Tensor] = []  # parameters that FSDP has put together
         self.layers: tuple[Layer, ...] = ()  # of the model that this is attached to
         self._undo: list[Callable[[], None]] = []
@@ -153,7 +156,7 @@ class Capture:
         """Look at the model, and route what must be lifted; ``whole`` is its own forward pass."""
         assert self._lifting is not None
         with self.paused():
-            lifts = self._lifting.find(whole[0], args, kwargs, batch)
+            lifts = self._lifting.find(whole[0], args, kwargs, batch, self._followed_by)
         for lift in lifts:
             if lift.module is self._model:
                 whole[0] = self._lifted(lift, whole[0])
@@ -190,6 +193,8 @@ class Capture:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if layer.lifted:
                 return plain(*args, **kwargs)
+            if self._follow is not None:
+                return self._follow(module, plain, args, kwargs)
             if self._note is not None:
                 self._note(layer, (*args, *kwargs.values()))
             if self._paused or not torch.is_grad_enabled():
@@ -271,6 +276,15 @@ class Capture:
             yield
         finally:
             vars(self).update(before)
+
+    @contextmanager
+    def _followed_by(self, follow: Follow) -> Iterator[None]:
+        """Let ``follow`` make every call of a layer, ``module.forward()`` too."""
+        self._follow = follow
+        try:
+            yield
+        finally:
+            self._follow = None
 
     @contextmanager
     def noting(self, note: Note) -> Iterator[None]:

@@ -9,9 +9,9 @@ is noted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dpkernels.engine.layers.caches import is_cache
 
+if TYPE_CHECKING:
+    from dpkernels.engine.capture import Follow
+
 Within = tuple[nn.Module, ...]
+FollowedBy = Callable[["Follow"], AbstractContextManager[None]]
 # Properties and methods that give a parameter's values away without a gradient, or none of them.
 _NO_GRADIENT = frozenset(
     {"detach", "detach_", "data", "requires_grad_", "__repr__", "register_hook"}
@@ -75,10 +79,15 @@ def look(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     parameters: Iterable[nn.Parameter],
+    followed_by: FollowedBy,
 ) -> Seen:
-    """Run ``forward``, that of ``model``, and return what its modules were given."""
+    """Run ``forward``, that of ``model``, and return what its modules were given.
+
+    followed_by: lets a function make the calls of layers, as ``Capture`` routes them.
+    """
     seen = Seen()
-    with _followed(model, seen) as running, _Ragged(seen), _Uses(set(parameters), seen, running):
+    uses = set(parameters)
+    with _followed(model, seen, followed_by) as running, _Ragged(seen), _Uses(uses, seen, running):
         whole = Call((model,), _shapes(tree_leaves((args, kwargs))))
         seen.calls[model] = [whole]
         running.append(model)
@@ -89,7 +98,7 @@ def look(
 
 
 @contextmanager
-def _followed(model: nn.Module, seen: Seen) -> Iterator[list[nn.Module]]:
+def _followed(model: nn.Module, seen: Seen, followed_by: FollowedBy) -> Iterator[list[nn.Module]]:
     """Note every call of the modules inside of ``model``; yield those that are running."""
     running: list[nn.Module] = []
     open_calls: list[Call] = []
@@ -104,13 +113,25 @@ def _followed(model: nn.Module, seen: Seen) -> Iterator[list[nn.Module]]:
         running.pop()
         open_calls.pop().end(output)
 
+    def call(
+        module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if running[-1] is module:
+            return plain(*args, **kwargs)
+        # By ``module.forward()``, which goes past hooks: so a model's shell calls it.
+        enter(module, args, kwargs)
+        output = plain(*args, **kwargs)
+        leave(module, args, kwargs, output)
+        return output
+
     handles = []
     for module in model.modules():
         if module is not model:
             handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             handles.append(module.register_forward_hook(leave, with_kwargs=True))
     try:
-        yield running
+        with followed_by(call):
+            yield running
     finally:
         for handle in handles:
             handle.remove()

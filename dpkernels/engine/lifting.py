@@ -35,7 +35,7 @@ from dpkernels.engine.layers.scaled_embedding import (
     WrappedEmbeddingLayer,
     for_each_sample,
 )
-from dpkernels.engine.layouts import Call, Seen, Within, look, resized, windows
+from dpkernels.engine.layouts import Call, FollowedBy, Seen, Within, look, resized, windows
 from dpkernels.engine.sharding import fsdp_modules
 
 # Of one call of a layer: errors of its output when one sample's outputs are differentiated, and
@@ -62,10 +62,12 @@ class Lifting:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         batch: int,
+        followed_by: FollowedBy,
     ) -> list[Lift]:
         """Return what must be lifted, and mark the layers that are given windows.
 
-        forward: the model's own, in which no layer delivers. Raises Unsupported for a layer that
+        forward: the model's own, in which no layer delivers. followed_by: as ``look`` takes it.
+        Raises Unsupported for a layer that
         nothing can serve. A model that cannot run on one of the samples is left as it is.
         """
         small = [resized(args, kwargs, batch, samples) for samples in (1, 2)]
@@ -74,9 +76,9 @@ class Lifting:
             try:
                 # The same random numbers in every run: outputs are compared.
                 with torch.no_grad(), torch.random.fork_rng():
-                    one = look(self._model, forward, *small[0], parameters)
+                    one = look(self._model, forward, *small[0], parameters, followed_by)
                 with torch.no_grad(), torch.random.fork_rng():
-                    two = look(self._model, forward, *small[1], parameters)
+                    two = look(self._model, forward, *small[1], parameters, followed_by)
             except torch.OutOfMemoryError:
                 raise
             except Exception:
@@ -259,6 +261,12 @@ class _Look:
                 f"{layer.describe()}: it shares a parameter with another layer and is used without "
                 "an axis of samples, or outside of its own forward pass, which no rule covers; "
                 "give it a parameter of its own, or freeze it with requires_grad_(False)"
+            )
+        if layer.sublayers:
+            raise Unsupported(
+                f"{layer.describe()}: a parameter of it is used outside of its own forward pass, "
+                "which its rule does not cover; give the other use a parameter of its own, or "
+                "freeze it with requires_grad_(False)"
             )
         calls = [call for pair in self._pairs(layer.module) for call in pair if call is not None]
         stacks = [*(call.within[:-1] for call in calls), *self._strays(layer)]

@@ -214,9 +214,10 @@ class PrivateTraining:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after a checkpoint, without unfinished microbatches; noise is never repeated.
+        """Go on after a checkpoint, without unfinished microbatches.
 
-        Raises ValueError for a seeded key of another rank, which would draw that rank's noise.
+        Noise is never repeated, but for a seeded key: it goes on where the checkpoint was. Raises
+        ValueError for a seeded key of another rank, which would draw that rank's noise.
         """
         place = state.get("rank", 0), state.get("world_size", 1)
         if state["noise_key"]["seed"] is not None and place != (self.rank, self.world_size):

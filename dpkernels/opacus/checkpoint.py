@@ -69,6 +69,10 @@ def load(
 ) -> dict[str, Any]:
     """Put everything back; return the rest of what ``save`` was given, and the model's state.
 
+    Noise from the operating system's entropy is new, whatever was drawn after the checkpoint. That
+    of a seeded generator goes on where the checkpoint was, so that a run repeats itself bit for
+    bit: steps taken after it, and once more from it, have the same noise, which is not private.
+
     Checkpoints that Opacus wrote are read, too: they have no noise key and no place in the data, so
     the run goes on with the next epoch.
     """

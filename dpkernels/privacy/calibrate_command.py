@@ -12,6 +12,7 @@ from pathlib import Path
 from dpkernels.privacy.accountants import ACCOUNTANTS
 from dpkernels.privacy.accountants.accountant import check_delta, check_epsilon, check_steps
 from dpkernels.privacy.calibration import (
+    UNREACHABLE,
     calibrate_noise_multiplier,
     calibrate_steps,
     epsilon_after,
@@ -197,7 +198,7 @@ def _plot(sampling: Sampling, rows: list[Row], options: argparse.Namespace) -> N
     best = next(row for row in rows if row.sampling == options.sampling)
     if best.noise_multiplier is None or best.steps is None:
         raise ValueError(f"there is nothing to plot: {best.error}")
-    statement = gaussian_step(best.noise_multiplier, sampling)
+    statement = gaussian_step(best.noise_multiplier, sampling, unreachable=UNREACHABLE)
     names = [name for name in ACCOUNTANTS if name in _accountants(sampling)]
     curve = epsilon_curve(statement, best.steps, options.delta, names)
     title = f"{_title(sampling)}, noise multiplier {_rounded_up(best.noise_multiplier)}"

@@ -25,18 +25,37 @@ UNREACHABLE = 2.0**-66
 
 
 def epsilon_after(
-    noise_multiplier: float, delta: float, steps: int, sampling: Sampling, *, accountant: str
+    noise_multiplier: float,
+    delta: float,
+    steps: int,
+    sampling: Sampling,
+    *,
+    accountant: str,
+    unreachable: float = UNREACHABLE,
 ) -> float:
-    """Return epsilon at ``delta`` of ``steps`` equal steps, for models of up to 2^30 elements."""
+    """Return epsilon at ``delta`` of ``steps`` equal steps.
+
+    unreachable: of a step's noise, as in ``GaussianQuery``; enough for 2^30 elements if not given.
+    """
     spent = make_accountant(accountant)
-    spent.compose(gaussian_step(noise_multiplier, sampling, unreachable=UNREACHABLE), steps)
+    spent.compose(gaussian_step(noise_multiplier, sampling, unreachable=unreachable), steps)
     return spent.epsilon(delta)
 
 
 def calibrate_noise_multiplier(
-    epsilon: float, delta: float, steps: int, sampling: Sampling, *, accountant: str = "pld"
+    epsilon: float,
+    delta: float,
+    steps: int,
+    sampling: Sampling,
+    *,
+    accountant: str = "pld",
+    unreachable: float = UNREACHABLE,
 ) -> float:
     """Return the least noise multiplier, to 0.1%, with which ``steps`` steps keep to the budget.
+
+    unreachable: of a step's noise, at least ``PrivateTraining.unreachable_mass``. That of 2^30
+        elements, if not given, is of no account up to epsilon = 9. Far beyond, e^epsilon times it
+        may be more than delta, and the noise is more than a smaller model needs.
 
     The noise multiplier is the noise over the clipping norm, 0.01 at least. Raises ValueError for
     arguments out of range, or if no noise is enough.
@@ -46,13 +65,17 @@ def calibrate_noise_multiplier(
     check_steps(steps, 1)
 
     def spent(sigma: float) -> float:
-        return epsilon_after(sigma, delta, steps, sampling, accountant=accountant)
+        return epsilon_after(
+            sigma, delta, steps, sampling, accountant=accountant, unreachable=unreachable
+        )
 
     start, factor = 1.0, 2.0
     if accountant == "pld":
         # A privacy loss distribution takes long to build: begin near where the search ends.
         with contextlib.suppress(ValueError):
-            start = calibrate_noise_multiplier(epsilon, delta, steps, sampling, accountant="rdp")
+            start = calibrate_noise_multiplier(
+                epsilon, delta, steps, sampling, accountant="rdp", unreachable=unreachable
+            )
             factor = 1.05
     low, high = _bracket(spent, epsilon, start, factor)
     if high[1] > epsilon:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from dpkernels.engine.private import PrivateTraining, make_private
 from dpkernels.engine.sides import Preconditioner
-from dpkernels.ops.noise import NoiseKey
+from dpkernels.ops.noise import UNREACHABLE_MASS, NoiseKey
 from dpkernels.postprocess import DiSK, DPAdamBC
 from dpkernels.privacy.calibration import calibrate_noise_multiplier
 from dpkernels.privacy.samplers import PoissonSampler
@@ -68,7 +68,12 @@ def prepare(options: Options) -> Prepared:
     if method.not_private is None:
         clip = options.clip
         sigma = calibrate_noise_multiplier(
-            options.epsilon, options.delta, steps, loader.sampling, accountant=options.accountant
+            options.epsilon,
+            options.delta,
+            steps,
+            loader.sampling,
+            accountant=options.accountant,
+            unreachable=unreachable_of(model),
         )
     else:
         clip, sigma = _NO_CLIP, 0.0
@@ -97,6 +102,11 @@ def prepare(options: Options) -> Prepared:
         optimizer.follow(training)
     run = PrivateRun(training, loader, accountant=options.accountant, void=method.not_private)
     return Prepared(data, model, optimizer, preconditioner, training, loader, run, steps, seconds)
+
+
+def unreachable_of(model: nn.Module) -> float:
+    """Return ``PrivateTraining.unreachable_mass`` of a model all of which one process trains."""
+    return (1 + sum(p.numel() for p in model.parameters())) * UNREACHABLE_MASS
 
 
 def data_of(options: Options) -> Data:

@@ -199,7 +199,19 @@ class Alias(nn.Module):
         return self.decoder(x).tanh()
 
 
+class CalledPastHooks(nn.Module):
+    """Calls a layer and a table by ``forward()``."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.places = nn.Linear(D, D), nn.Embedding(T, D)
+
+    def forward(self, x):
+        return self.linear.forward(x) * self.places.forward(torch.arange(T))
+
+
 MODELS = {
+    "layers that are called past hooks": CalledPastHooks,
     "a linear layer's weight, used by another": lambda: Direct(nn.Linear(D, D)),
     "a table without an input": Shared,
     "relative positions": RelativePositions,
@@ -247,6 +259,7 @@ def test_only_layers_without_samples_are_lifted():
     assert rules("windows") == {"linear": "linear", "norm": "scale and shift"}
     assert rules("windows, positions first") == {"linear": "lifted", "norm": "lifted"}
     assert rules("an embedding with a forward pass") == {"places": "embedding", "linear": "linear"}
+    assert rules("layers that are called past hooks")["linear"] == "linear"
     found = rules("a bias that is handed on")
     assert found == {"first.table": "lifted", "first.linear": "linear", "second.linear": "linear"}
 
@@ -329,6 +342,21 @@ def test_a_tied_weight_that_another_module_uses_is_refused():
     model = Tied().double()
     private(model, 1.0)
     with pytest.raises(Unsupported, match=r"shares a parameter with another layer"):
+        model(torch.randn(5, T, D, dtype=torch.float64))
+
+
+def test_a_recurrent_weight_that_another_module_uses_is_refused():
+    class Peeking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.child = nn.LSTM(D, D, batch_first=True)
+
+        def forward(self, x):
+            return self.child(x)[0] * self.child.weight_hh_l0.sum(0)
+
+    model = Peeking().double()
+    private(model, 1.0)
+    with pytest.raises(Unsupported, match=r"child \(LSTM\).*outside of its own forward pass"):
         model(torch.randn(5, T, D, dtype=torch.float64))
 
 

@@ -82,6 +82,8 @@ def test_an_accountant_that_is_attached_counts_steps():
     optimizer.attach_step_hook(accountant.get_optimizer_hook_fn(sample_rate=0.25))
     train(model, optimizer, loader)
     assert accountant.history == [(1.0, 0.25, len(loader))]
+    ((statement, _),) = accountant.accountant.history
+    assert statement.unreachable == optimizer.training.unreachable_mass > 0
     epsilon, order = accountant.get_privacy_spent(delta=1e-5)
     assert epsilon == accountant.get_epsilon(1e-5) and order > 1
 

@@ -159,4 +159,5 @@ def test_a_checkpoint_of_opacus_is_read(tmp_path):
     assert torch.equal(parameters_of(other), parameters_of(model))
     assert ours.accountant.history == engine.accountant.history
     train(other, resumed, rest)
-    assert ours.accountant.history[0][2] == 2 * len(loader)
+    # Two entries: of Opacus' steps nobody knows how much of the noise cannot be drawn.
+    assert [steps for *_, steps in ours.accountant.history] == [len(loader), len(rest)]

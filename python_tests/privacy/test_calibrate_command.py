@@ -14,6 +14,7 @@ from dpkernels.privacy import (
     Poisson,
     Shuffled,
     WithoutReplacement,
+    calibrate_command,
     gaussian_step,
     make_accountant,
 )
@@ -119,6 +120,17 @@ def test_a_plot_is_drawn(capsys, tmp_path, sampling):
     asked = ["--epsilon", "2", "--steps", "30", "--sampling", sampling, "--plot", str(file)]
     assert cli.main(["calibrate", *SMALL, *asked]) == 0
     assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_ends_at_the_epsilon_of_the_table(capsys, monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(calibrate_command, "require_matplotlib", lambda: None)
+    monkeypatch.setattr(calibrate_command, "plot", lambda curve, *_: drawn.append(curve))
+    asked = ["--noise-multiplier", "2", "--steps", "30", "--plot", str(tmp_path / "some.png")]
+    found = rows(capsys, *SMALL, *asked)
+    wanted = {row["accountant"]: row["epsilon"] for row in found if row["sampling"] == "poisson"}
+    (curve,) = drawn
+    assert {name: values[-1] for name, values in curve.epsilons.items()} == wanted
 
 
 def test_a_plot_without_matplotlib_says_what_to_install(capsys, monkeypatch):

@@ -135,3 +135,20 @@ def test_calibrated_noise_keeps_to_the_budget_with_the_noise_that_is_drawn() -> 
         step = gaussian_step(sigma, sampling, unreachable=elements * UNREACHABLE_MASS)
         accountant.compose(step, steps)
         assert accountant.epsilon(DELTA) <= 2.0
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_a_small_model_needs_no_more_noise_than_its_own_elements_ask_for(accountant: str) -> None:
+    """At epsilon = 40, e^epsilon times the mass of 2^30 elements is more than delta."""
+    steps, sampling, mass = 30, Poisson(0.2), 300 * UNREACHABLE_MASS
+    arguments = (40.0, DELTA, steps, sampling)
+    sigma = calibrate_noise_multiplier(*arguments, accountant=accountant, unreachable=mass)
+    assert sigma < calibrate_noise_multiplier(*arguments, accountant=accountant)
+
+    def epsilon(unreachable: float) -> float:
+        spent = make_accountant(accountant)
+        spent.compose(gaussian_step(sigma, sampling, unreachable=unreachable), steps)
+        return spent.epsilon(DELTA)
+
+    assert 0.99 * 40 <= epsilon(mass) <= 40
+    assert epsilon(UNREACHABLE) == math.inf

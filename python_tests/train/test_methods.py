@@ -33,7 +33,8 @@ def trained(output, data_dir, *arguments, status=0):
 @pytest.mark.parametrize("method", sorted(METHODS.keys() - NEED_PUBLIC_DATA))
 def test_every_method_learns_and_keeps_to_its_budget(tmp_path, method):
     write_adult(tmp_path / "adult-a9a")
-    arguments = ["--dataset", "adult", "--batch-size", "64", "--epsilon", "50", "--epochs", "4"]
+    # The most that noise with tails of 2^-96 can be asked for is some 45 here.
+    arguments = ["--dataset", "adult", "--batch-size", "64", "--epsilon", "40", "--epochs", "4"]
     if METHODS[method].optimizer == "adambc":
         arguments += ["--lr", "0.02"]
     report = trained(tmp_path / "run", tmp_path, "--method", method, *arguments)
@@ -41,7 +42,7 @@ def test_every_method_learns_and_keeps_to_its_budget(tmp_path, method):
     if method in NOT_PRIVATE:
         assert epsilon is None and report["privacy"]["not_private"]
     else:
-        assert 0.98 * 50 < epsilon <= 50
+        assert 0.98 * 40 < epsilon <= 40
     # Guessing has mean 100 of 200 and standard deviation 7: 140 are more than 5 of those off.
     assert report["accuracy"] > 0.7
 

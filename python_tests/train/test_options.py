@@ -13,7 +13,7 @@ from torch.optim import SGD
 from dpkernels.precondition import Kfac
 from dpkernels.train.methods import METHODS, SPECIFIC
 from dpkernels.train.options import Options, filled_in
-from dpkernels.train.prepared import prepare
+from dpkernels.train.prepared import prepare, unreachable_of
 from dpkernels.train.schedule import SCHEDULES, set_learning_rate
 from python_tests.train.files import write_adult, write_csv, write_mnist
 
@@ -112,6 +112,12 @@ def test_what_is_written_is_read_and_what_earlier_versions_left_out_has_its_defa
 def ready(data_dir, **given):
     common = {"data_dir": data_dir, "batch_size": 20, "epochs": 1, "seed": 0, "epsilon": 4.0}
     return prepare(filled_in(common | given))
+
+
+@pytest.mark.parametrize("model", ["logistic", "mlp"])
+def test_noise_is_calibrated_for_the_elements_of_the_model(data_dir, model):
+    prepared = ready(data_dir, dataset="mnist", model=model)
+    assert unreachable_of(prepared.model) == prepared.training.unreachable_mass
 
 
 def test_curvature_is_estimated_as_asked(data_dir):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
+
+from torch.optim import Optimizer
 
 from dpkernels.opacus.accountants.accountant import IAccountant, Step
 from dpkernels.privacy.accountants import Accountant, make_accountant
+from dpkernels.privacy.calibration import UNREACHABLE
 from dpkernels.privacy.mechanism import (
     Poisson,
     Shuffled,
@@ -46,8 +49,24 @@ class StatementAccountant(IAccountant):
         self.accountant.replace(_statements(history))
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
-        """Add one step whose samples were drawn by Poisson sampling."""
-        self.accountant.compose(gaussian_step(noise_multiplier, Poisson(sample_rate)))
+        """Add one step whose samples were drawn by Poisson sampling.
+
+        The noise is taken as that of a model of up to 2^30 elements.
+        """
+        self.accountant.compose(_step(noise_multiplier, sample_rate))
+
+    def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Optimizer], None]:
+        """Return a hook for ``DPOptimizer.attach_step_hook`` that adds each step at this rate.
+
+        ``make_private`` accounts for its steps itself: attached there, it counts them twice.
+        """
+
+        def hook(optimizer: Optimizer) -> None:
+            own: Any = optimizer
+            mass = own.training.unreachable_mass
+            self.accountant.compose(_step(own.noise_multiplier, sample_rate, mass))
+
+        return hook
 
     def get_epsilon(self, delta: float, *args: Any, **kwargs: Any) -> float:
         """Return an upper bound of the epsilon spent so far, at ``delta``.
@@ -87,7 +106,12 @@ class StatementAccountant(IAccountant):
 
 
 class RateAccountant:
-    """An accountant of the caller's, which knows rates, where a run wants one of ours."""
+    """An accountant of the caller's, which knows rates, where a run wants one of ours.
+
+    It is told nothing of the noise that no generator draws: its epsilon is that of exact noise. The
+    guarantee holds with delta larger by (1 + e^epsilon) times ``training.unreachable_mass`` of all
+    steps.
+    """
 
     def __init__(self, accountant: IAccountant) -> None:
         self._accountant = accountant
@@ -123,7 +147,11 @@ def for_run(accountant: IAccountant) -> Any:
 
 def _statements(history: Sequence[Step]) -> list[tuple[Statement, int]]:
     """Return Opacus' (noise multiplier, sample rate, steps) as statements."""
-    return [(gaussian_step(sigma, Poisson(rate)), steps) for sigma, rate, steps in history]
+    return [(_step(sigma, rate), steps) for sigma, rate, steps in history]
+
+
+def _step(sigma: float, rate: float, unreachable: float = UNREACHABLE) -> Statement:
+    return gaussian_step(sigma, Poisson(rate), unreachable=unreachable)
 
 
 def _rate(statement: Statement) -> float:

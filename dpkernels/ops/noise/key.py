@@ -115,11 +115,12 @@ class NoiseKey:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after a checkpoint without ever repeating noise.
+        """Go on after a checkpoint; without ever repeating noise, but for a seeded key.
 
         What was drawn between the checkpoint and now is not known here, so an entropy key is
         replaced by a fresh one: (key, counter) pairs after the restart cannot meet those before
-        it. A seeded key is restored exactly, so that tests can resume bit for bit.
+        it. A seeded key is restored exactly, so that tests can resume bit for bit: what was drawn
+        after the checkpoint is drawn again.
         """
         missing = {"key", "counter", "spawned", "seed"} - state.keys()
         if missing:

@@ -13,8 +13,10 @@ from dpkernels.privacy.mechanism import NotPrivate, Statement
 
 # Shares of delta that are set aside, the least that is enough, for noise that cannot be drawn. With
 # the first epsilon grows by less than 1e-6 of itself, and it is enough for 10^9 elements and 10^5
-# steps up to epsilon = 9 at delta = 1e-5.
-_SET_ASIDE = (2.0**-20, 2.0**-10, 0.5)
+# steps up to epsilon = 9 at delta = 1e-5. From one to the next epsilon jumps, and a calibration
+# ends below it. At epsilon = 50 of one Gaussian release, delta = 1e-5, jumps are 0.006 to 2^-7, 0.1
+# to 2^-3 and 0.6 to the last.
+_SET_ASIDE = tuple(2.0**-k for k in (20, 10, 8, 7, 6, 5, 4, 3, 2, 1))
 
 
 def check_delta(delta: float) -> None:
@@ -170,11 +172,15 @@ class Accountant(ABC):
         lost = unreachable(history)
         if lost == 0:
             return self._epsilon_of(exposed, delta)
+        epsilon = 0.0
         for share in _SET_ASIDE:
             # delta(epsilon) + (1 + e^epsilon) lost <= delta, if the second fits into its share.
             largest = share * delta / lost
+            # The more is set aside, the larger epsilon is: at least what it was with less.
+            if largest <= 2 or epsilon > math.log(largest - 1):
+                continue
             epsilon = self._epsilon_of(exposed, (1 - share) * delta)
-            if largest > 2 and epsilon <= math.log(largest - 1):
+            if epsilon <= math.log(largest - 1):
                 return epsilon
         return math.inf
 
