@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dpkernels.ops.ghost.rounding import sum_error
 from python_tests.tolerance import assert_as_accurate, assert_never_low, assert_within_rounding
 
 EXACT = torch.tensor([1.0, -3.0, 4.0], dtype=torch.float64)
@@ -69,8 +70,18 @@ def test_a_low_norm_fails_and_a_high_one_only_beyond_the_limit() -> None:
             assert_never_low(exact * (1 + 1.1 * limit) ** 2, exact, positions, terms, dtype)
         with pytest.raises(AssertionError, match="low by"):
             assert_never_low(exact * (1 - 1.1e-7) ** 2, exact, positions, terms, dtype)
-    # What a sum in float32 rounds of terms of length 1 is within the contract, ten times that not.
-    assert_never_low(exact + torch.tensor([0.0, 1e-15]), exact, 1, terms, torch.float32)
-    for bad, match in ((float("nan"), "low by"), (1e-13, "high by")):
-        with pytest.raises(AssertionError, match=match):
-            assert_never_low(exact + torch.tensor([0.0, bad]), exact, 1, terms, torch.float32)
+
+
+def test_what_a_sum_may_round_comes_on_top_only_within_its_limit_of_the_norm() -> None:
+    # Of terms of length 1 it is 6.6e-7: 6.6e-4 of the first norm, more than all of the second.
+    exact, terms = torch.tensor([1e-6, 0.0], dtype=torch.float64), torch.ones(2).double()
+    most = sum_error(torch.float32, 1)
+    for first, second in ((0.9, 0.0), (0.0, 1e-14)):
+        raised = exact.sqrt() + torch.tensor([first * most, second], dtype=torch.float64)
+        assert_never_low(raised.square(), exact, 1, terms, torch.float32)
+    for first, second in ((1.2, 0.0), (0.0, 1e-12), (0.0, 0.9 * most)):
+        raised = exact.sqrt() + torch.tensor([first * most, second], dtype=torch.float64)
+        with pytest.raises(AssertionError, match="high by"):
+            assert_never_low(raised.square(), exact, 1, terms, torch.float32)
+    with pytest.raises(AssertionError, match="low by"):
+        assert_never_low(exact + torch.nan, exact, 1, terms, torch.float32)

@@ -15,9 +15,10 @@ namespace dpk {
 constexpr int64_t kLargestConvNumber = INT32_MAX;
 constexpr int64_t kLargestConvPart = int64_t{1} << 40;
 
-// Throws unless kernel, stride, padding and dilation of every axis, and groups, are numbers that a
-// convolution can have. Each list has one number for each axis; `channels` counts all groups.
-inline void check_conv_numbers(c10::IntArrayRef kernel, c10::IntArrayRef stride,
+// Throws in the name of the operator unless kernel, stride, padding and dilation of every axis, and
+// groups, are numbers that a convolution can have. Each list has one number for each axis;
+// `channels` counts all groups.
+inline void check_conv_numbers(const char* op, c10::IntArrayRef kernel, c10::IntArrayRef stride,
                                c10::IntArrayRef padding, c10::IntArrayRef dilation, int64_t groups,
                                int64_t channels) {
   const auto within = [](c10::IntArrayRef numbers, int64_t least) {
@@ -25,13 +26,13 @@ inline void check_conv_numbers(c10::IntArrayRef kernel, c10::IntArrayRef stride,
       return number >= least && number <= kLargestConvNumber;
     });
   };
-  TORCH_CHECK_VALUE(within(kernel, 1) && within(stride, 1) && within(dilation, 1),
-                    "kernel_size, stride and dilation must be in [1, 2^31), got ", kernel, ", ",
+  TORCH_CHECK_VALUE(within(kernel, 1) && within(stride, 1) && within(dilation, 1), op,
+                    ": kernel_size, stride and dilation must be in [1, 2^31), got ", kernel, ", ",
                     stride, " and ", dilation);
-  TORCH_CHECK_VALUE(within(padding, 0), "padding must be in [0, 2^31), got ", padding);
+  TORCH_CHECK_VALUE(within(padding, 0), op, ": padding must be in [0, 2^31), got ", padding);
   TORCH_CHECK_VALUE(
-      groups >= 1 && groups <= std::max<int64_t>(channels, 1) && channels % groups == 0,
-      "groups must divide the ", channels, " channels, got ", groups);
+      groups >= 1 && groups <= std::max<int64_t>(channels, 1) && channels % groups == 0, op,
+      ": groups must divide the ", channels, " channels, got ", groups);
 }
 
 // Multiplies the sizes of one part of a convolution; throws where the product passes 2^40. An empty

@@ -31,7 +31,7 @@ dpk::ConvShape shape_of(const at::Tensor& x, const at::Tensor& d, at::IntArrayRe
                         x.size(0) == d.size(0) && x.scalar_type() == d.scalar_type(),
                     "activations [B, C, ...] and errors [B, O, ...] must be CPU tensors that share "
                     "B and the dtype");
-  dpk::check_conv_numbers(kernel, stride, padding, dilation, groups, x.size(1));
+  dpk::check_conv_numbers("ghost_conv_norms", kernel, stride, padding, dilation, groups, x.size(1));
   TORCH_CHECK_VALUE(d.size(1) % groups == 0, "groups must divide the channels of errors");
   dpk::ConvShape shape{x.size(0), x.size(1), d.size(1), groups, {}};
   dpk::ConvPart planes(x.size(1)), columns(x.size(1)), table(1);

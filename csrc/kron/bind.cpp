@@ -241,7 +241,8 @@ dpk::Convolution convolution_of(const at::Tensor& x, at::IntArrayRef kernel, at:
                         stride.size() == axes && padding.size() == axes && dilation.size() == axes,
                     "conv_second_moment: x must be [B, C, ...] with 1 to 3 spatial axes on the "
                     "CPU, and the lists as long");
-  dpk::check_conv_numbers(kernel, stride, padding, dilation, groups, x.size(1));
+  dpk::check_conv_numbers("conv_second_moment", kernel, stride, padding, dilation, groups,
+                          x.size(1));
   dpk::Convolution shape{x.size(0), x.size(1), groups,    {1, 1, 1}, {1, 1, 1},
                          {1, 1, 1}, {0, 0, 0}, {1, 1, 1}, {1, 1, 1}};
   dpk::ConvPart image(x.size(1)), patch(x.size(1)), positions(x.size(0));

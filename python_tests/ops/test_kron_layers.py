@@ -319,8 +319,11 @@ def test_no_graph_break(name: str) -> None:
 def test_direct_calls_of_the_compiled_operator_are_checked() -> None:
     operator = torch.ops.dpkernels.conv_second_moment
     with running_on("cpp", OPERATIONS):
-        for lists in (([3], [1, 1], [0, 0], [1, 1], 1), ([3, 3], [1, 1], [0, 0], [1, 1], 3)):
-            with pytest.raises(ValueError, match="conv_second_moment: x must be"):
+        for lists, wrong in (
+            (([3], [1, 1], [0, 0], [1, 1], 1), "x must be"),
+            (([3, 3], [1, 1], [0, 0], [1, 1], 3), "groups must divide the 4 channels, got 3"),
+            (([3, 3], [0, 1], [0, 0], [1, 1], 1), "kernel_size, stride and dilation must be in"),
+            (([3, 3], [1, 1], [0, -1], [1, 1], 1), "padding must be in"),
+        ):
+            with pytest.raises(ValueError, match=f"conv_second_moment: {wrong}"):
                 operator(IMAGES, *lists, False, 1.0)
-        with pytest.raises(ValueError, match="must be positive"):
-            operator(IMAGES, [3, 3], [0, 1], [0, 0], [1, 1], 1, False, 1.0)

@@ -210,7 +210,8 @@ def ghost_linear_weighted_sum_(draw: Draw) -> Arguments:
     out = draw.output(outputs, inputs - (bias and ones), dtype=sums)
     bias_out = draw.output(outputs, dtype=sums) if bias else None
     pair = [draw.tensor(*shape, n, dtype=dtype) for n in (inputs, outputs)]
-    return [out, bias_out, *pair, draw.tensor(shape[0], dtype=sums), draw.flag()]
+    apart = draw.integers(shape[0], below=2).bool().contiguous() if draw.flag() else None
+    return [out, bias_out, *pair, draw.tensor(shape[0], dtype=sums), apart, draw.flag()]
 
 
 @call
