@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -83,15 +83,11 @@ def form_of(
 
 @dataclass(frozen=True)
 class Arguments:
-    """What the model is called with: leaves of a tree, and how many samples they hold.
-
-    common: places of leaves that samples have in common although they are as long.
-    """
+    """What the model is called with: leaves of a tree, and how many samples they hold."""
 
     leaves: list[Any]
     structure: Any
     batch: int
-    common: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> Arguments:
@@ -109,10 +105,10 @@ class Arguments:
         """
         copies: list[Any] = []
         inputs = []
-        for place, leaf in enumerate(self.leaves):
+        for leaf in self.leaves:
             if _is_packed(leaf):
                 leaf = _of_samples(leaf, rows)
-            elif isinstance(leaf, Tensor) and not self._has_samples(place):
+            elif isinstance(leaf, Tensor) and not self._has_samples(leaf):
                 leaf = leaf.detach().clone()
             elif isinstance(leaf, Tensor):
                 leaf = _of_samples(leaf, rows)
@@ -123,22 +119,12 @@ class Arguments:
         args, kwargs = tree_unflatten(copies, self.structure)
         return args, kwargs, inputs
 
-    def holding_squares(self) -> Arguments | None:
-        """Return them with tensors ``[B, B, ...]`` held in common, if there are any.
-
-        A mask ``[T, T]`` is one if the batch is as long as its sequences by chance.
-        """
-        tensors = [k for k, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.dim() > 0]
-        size = (self.batch, self.batch)
-        squares = frozenset(k for k in tensors[1:] if self.leaves[k].shape[:2] == size)
-        return replace(self, common=squares) if squares else None
-
     @property
     def differ(self) -> bool:
         """Whether one sample can be told from another; a batch of zeros shows nothing."""
         return self.batch < 2 or any(
-            _is_packed(x) or (self._has_samples(k) and not torch.equal(x, x[:1].expand_as(x)))
-            for k, x in enumerate(self.leaves)
+            _is_packed(x) or (self._has_samples(x) and not torch.equal(x, x[:1].expand_as(x)))
+            for x in self.leaves
         )
 
     @property
@@ -146,16 +132,13 @@ class Arguments:
         """Whether samples can change places: none of them is on another axis (states of an RNN)."""
         return not any(
             isinstance(x, Tensor)
-            and not self._has_samples(k)
+            and not self._has_samples(x)
             and any(size and size % self.batch == 0 for size in x.shape)
-            for k, x in enumerate(self.leaves)
+            for x in self.leaves
         )
 
-    def _has_samples(self, place: int) -> bool:
-        leaf = self.leaves[place]
-        if not isinstance(leaf, Tensor) or place in self.common:
-            return False
-        return leaf.shape[:1] == (self.batch,)
+    def _has_samples(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.shape[:1] == (self.batch,)
 
 
 def outputs_of(model: nn.Module, output: Any) -> list[Tensor]:

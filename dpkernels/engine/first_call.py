@@ -25,7 +25,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -130,8 +130,7 @@ def examine(
 
     forward: the model's own forward pass, in which layers deliver to ``capture``.
 
-    Returns whether that settles it. It does not where all samples are equal, or where an argument
-    ``[B, B]`` may be about samples or in common: another batch must show.
+    Returns whether that settles it: where all samples are equal, another batch must show.
     """
     trial = _Trial(model, forward, capture, arguments)
     try:
@@ -142,25 +141,14 @@ def examine(
         # Layers in private training have more to say about wrong inputs than torch has.
         trial.run(trial.everyone, trial.everyone)
         raise
-    try:
-        _examine_halves(trial, state)
-    except Unsupported:
-        held = arguments.holding_squares()
-        if held is None:
-            raise
-        _examine_halves(replace(trial, arguments=held), state)
-        return False
-    return arguments.differ
-
-
-def _examine_halves(trial: _Trial, state: State) -> None:
     with state.kept():
         for seed in _SEEDS:
             trial.seed = seed
             for half in trial.halves():
                 _examine(trial, half)
             if not trial.drawn:
-                return
+                break
+    return arguments.differ
 
 
 def _examine(trial: _Trial, half: Tensor) -> None:
@@ -328,7 +316,8 @@ def _mixes(where: str) -> Unsupported:
     return Unsupported(
         f"the model mixes samples {where}: the output of one sample depends on another, or the "
         "first axis is not that of the samples, so that clipping would not bound what one sample "
-        f"does; {_WAY_OUT}"
+        f"does; {_WAY_OUT}; a mask [T, T] that the batch is as long as by chance is taken for the "
+        "samples': pass it as [1, T, T]"
     )
 
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from dpkernels.engine import Unsupported
 from python_tests.engine.oracle import private
 
 BOUND = 0.5
@@ -122,7 +123,12 @@ def test_no_record_moves_the_sum_beyond_its_bound(
     if same:
         x[:, 1] = x[:, 0]
     x[:, 2] = (torch.rand(batch) + 0.5) * 10.0 ** torch.tensor(exponents[:batch]).float()
-    whole = released(model, [x])
+    try:
+        whole = released(model, [x])
+    except Unsupported as refused:
+        # An output that is nothing but rounding, made large, is taken for samples that mix.
+        assert "mixes samples" in str(refused)
+        return
     for b in range(batch):
         others = [x[torch.arange(batch) != b]] if batch > 1 else []
         moved = (whole - released(model, others)).norm().item()
