@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <unordered_map>
 #include <vector>
 
 #include "ghost/rounding.h"
@@ -91,28 +92,46 @@ int64_t owner(int64_t token, int64_t tasks) {
 class TokenChains {
  public:
   explicit TokenChains(const EmbeddingProblem& problem)
-      : problem_(problem), latest_(problem.vocabulary, -1), next_(problem.tokens) {}
+      : problem_(problem), latest_(problem.vocabulary, kNone), next_(problem.tokens) {}
 
   // Links the positions of a sample, which must come after all samples before it.
   void link(int64_t sample) {
     begin_ = sample * problem_.tokens;
     for (int64_t t = problem_.tokens - 1; t >= 0; --t) {
       int64_t& latest = latest_[problem_.indices[begin_ + t]];
-      next_[t] = latest >= begin_ ? latest - begin_ : -1;
-      latest = begin_ + t;
+      const int64_t before = latest >> kCountBits, count = latest & kMostCounted;
+      const bool again = before >= begin_;
+      next_[t] = again ? before - begin_ : -1;
+      latest = (begin_ + t) << kCountBits | (again || count == kMostCounted ? count : count + 1);
     }
   }
 
   // Whether a position is the first one with its token.
-  bool first(int64_t token, int64_t position) const { return latest_[token] == begin_ + position; }
+  bool first(int64_t token, int64_t position) const {
+    return latest_[token] >> kCountBits == begin_ + position;
+  }
   // The next position with the same token, or -1.
   int64_t next(int64_t position) const { return next_[position]; }
+  // How many of the samples that were linked hold the token, or kMostCounted if those are more.
+  int64_t samples(int64_t token) const { return latest_[token] & kMostCounted; }
 
  private:
+  // Counted beside the positions, which every row looks at: in an array of their own, 1,024 samples
+  // of 64 tokens, 64 columns and 30,000 rows took 15% longer.
+  static constexpr int kCountBits = 12;
+  static constexpr int64_t kMostCounted = (1 << kCountBits) - 1;
+  static constexpr int64_t kNone = -(int64_t{1} << kCountBits);
+
   const EmbeddingProblem& problem_;
   std::vector<int64_t> latest_, next_;
   int64_t begin_ = 0;
 };
+
+// From this many samples on, the rest of a row of the table is added up in double and rounded into
+// it once: float rounds every partial sum, and one sample that goes changes all roundings after it
+// (rounding.h). Those of 256 samples change by 256^2 / 2 2^-24 = 2e-3 clipped norms at most, if all
+// of them conspire.
+constexpr int64_t kSamplesInFloat = 256;
 
 // Each task takes some rows of the table, whole ones, in the order of the samples: nothing depends
 // on how many tasks there are, and no two of them meet. Shared out by columns instead, two threads
@@ -127,6 +146,8 @@ void weighted_sum_typed(const EmbeddingProblem& p, const void* factors, void* ou
   const Isa isa = active_isa();
   auto* const add = DPK_FOR_ISA(isa, add_weighted_row<In>);
   auto* const add_in_double = DPK_FOR_ISA(isa, add_row<In>);
+  auto* const add_wide = DPK_FOR_ISA(isa, add_weighted_row_in_double<In>);
+  auto* const add_sum_wide = DPK_FOR_ISA(isa, add_rounded_row<double>);
   auto* const add_rounded = DPK_FOR_ISA(isa, add_rounded_row<Sum>);
   Sum* const table = static_cast<Sum*>(out);
   const int tasks = useful_tasks(p, kSumElementsPerTask, executor.threads);
@@ -139,6 +160,7 @@ void weighted_sum_typed(const EmbeddingProblem& p, const void* factors, void* ou
   }
   for_each_task(executor, tasks, [&](int task) {
     TokenChains chains(p);
+    std::unordered_map<int64_t, std::vector<double>> frequent;
     std::vector<double> sum(p.width);
     for (int64_t b = 0; b < p.batch; ++b) {
       const double factor = static_cast<const Sum*>(factors)[b];
@@ -150,15 +172,31 @@ void weighted_sum_typed(const EmbeddingProblem& p, const void* factors, void* ou
         if (!chains.first(token, t)) continue;
         const double weight = factor * (p.scale == nullptr ? 1.0 : p.scale[token]);
         Sum* const row = table + token * p.width;
+        double* wide = nullptr;
+        if (chains.samples(token) > kSamplesInFloat) {
+          wide = frequent.try_emplace(token, p.width, 0.0).first->second.data();
+        }
         if (chains.next(t) < 0) {
-          add(error_row<In>(p, b, t), p.width, weight, row);
+          const In* const errors = error_row<In>(p, b, t);
+          if (wide != nullptr) {
+            add_wide(errors, p.width, weight, wide);
+          } else {
+            add(errors, p.width, weight, row);
+          }
           continue;
         }
         for (int64_t k = t; k >= 0; k = chains.next(k)) {
           add_in_double(error_row<In>(p, b, k), p.width, sum.data(), k == t);
         }
-        add_rounded(sum.data(), p.width, weight, row);
+        if (wide != nullptr) {
+          add_sum_wide(sum.data(), p.width, weight, wide);
+        } else {
+          add_rounded(sum.data(), p.width, weight, row);
+        }
       }
+    }
+    for (const auto& [token, wide] : frequent) {
+      add_rounded(wide.data(), p.width, 1.0, table + token * p.width);
     }
   });
 }

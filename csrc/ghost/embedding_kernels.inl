@@ -53,6 +53,18 @@ void add_weighted_row(const void* row, int64_t n, double weight, void* sum) {
   for (; j < n; ++j) s[j] += w * static_cast<Sum>(to_float(x[j]));
 }
 
+// The same, in double.
+template <class In>
+void add_weighted_row_in_double(const void* row, int64_t n, double weight, double* sum) {
+  constexpr int kStep = kLanes / 2;
+  const In* x = static_cast<const In*>(row);
+  int64_t j = 0;
+  for (; j + kStep <= n; j += kStep) {
+    store(sum + j, load_as<vd>(sum + j) + weight * load_double(x + j));
+  }
+  for (; j < n; ++j) sum[j] += weight * to_float(x[j]);
+}
+
 DPK_INLINE void add_rounded(float* s, vd v) {
   store(s, load_as<vf_half>(s) + __builtin_convertvector(v, vf_half));
 }

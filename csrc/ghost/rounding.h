@@ -37,17 +37,21 @@ constexpr double kUnderflow = 2.0 * std::numeric_limits<T>::min();
 // an error is scaled (1), its terms are added up in chains of 64 (gemm.inl), the chains of a block
 // of 256 rows, which a sample may begin anywhere in, one after the other (5), and the blocks in the
 // buffer, as many as the sample reaches (positions / 256 + 2). With n = min(positions, 64) +
-// positions / 256 + 8 roundings the bound is n u / (1 - n u), u = 2^-24, whatever the data.
+// positions / 256 + 8 roundings the bound is n u / (1 - n u), u = 2^-24, whatever the sample holds.
 template <class T>
 double sum_error(int64_t positions) {
   return rounding_error<T>(std::min<int64_t>(positions, 64) + positions / 256 + 8);
 }
 
-// A norm is raised by that bound: then factor * norm <= C bounds what the sample does to the sum,
-// rounding included. Where the bound is more than this part of the norm, the terms cancel. Such a
-// sample would be clipped too hard, and its terms, larger than all that is left of them, would
-// change how those of the others round. So it stays out of the product: its share of the sum is
-// computed in double and rounded once.
+// A norm is raised by that bound: then factor * norm <= C bounds the sample's own terms in the sum,
+// their rounding included. Where the bound is more than this part of the norm, the terms cancel.
+// Such a sample would be clipped too hard, and its terms, larger than all that is left of them,
+// would change how those of the others round. So it stays out of the product: its share of the sum
+// is computed in double and rounded once.
+//
+// What is not bounded by C: a sample that goes also changes how the partial sums of the other
+// samples round. For N samples in one call that comes to about N^2 2^-24 C at most, if all of them
+// conspire, and to sqrt(N) 2^-24 C for ordinary ones.
 //
 // Uncorrelated positions have terms of sqrt(positions) norms: the bound is 3e-5 of the norm for 64
 // of them, 7e-5 for 256, 1e-4 for 512.

@@ -103,3 +103,16 @@ def test_nor_by_roundings_that_a_search_has_lined_up(backend: str) -> None:
         if (found := moved(other)) >= best:
             best, errors = found, other
     assert 0 < best <= BOUND * BOUND_SLACK
+
+
+def test_a_sample_does_not_change_how_thousands_of_others_round(backend: str) -> None:
+    # 2,047 gradients of 1, the attacker's, and 2,049 of little over 2^-13. From 2^11 on, where only
+    # it takes the sum, float32 would round each of those up to 2^-12, and 0.25 would come of it.
+    half = 64 if backend == "triton" else 2048  # 2.4e-4 would come of 129
+    errors = torch.ones(2 * half + 1, 1, 1)
+    errors[half:] = 1.02 * half * 2.0**-24
+    sums = []
+    for batch in (errors, errors[1:]):
+        tokens = torch.zeros(len(batch), 1, dtype=torch.int64)
+        sums.append(embedding_clip_and_sum(tokens, batch, 1.0, num_embeddings=1).weight)
+    assert abs((sums[0] - sums[1]).item() - 1) <= half * 2.0**-20

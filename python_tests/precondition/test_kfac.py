@@ -45,6 +45,19 @@ def dense_root(moment: Tensor, damping: float) -> Tensor:
     return vectors * (values.clamp(min=0) + damping).rsqrt() @ vectors.T
 
 
+def plain_root(moment: Tensor, damping: float, exact: Tensor) -> Tensor:
+    """Return a root as exact as plain PyTorch's are: the median of 15 orders of the rows.
+
+    How far one is off is luck: of a 7 x 7 moment 1e-6 to 1e-5, with the last bits of the moment.
+    """
+    generator, roots = torch.Generator().manual_seed(0), [dense_root(moment, damping)]
+    for _ in range(14):
+        order = torch.randperm(len(moment), generator=generator)
+        back = order.argsort()
+        roots.append(dense_root(moment[order][:, order], damping)[back][:, back])
+    return sorted(roots, key=lambda root: (root.double() - exact).abs().max().item())[7]
+
+
 @pytest.mark.parametrize("damping", [1e-3, 1.0])
 def test_sides_are_damped_inverse_roots_of_the_moments(damping):
     given = {"batches": 2, "damping": damping, "normalise": "none", **BOTH}
@@ -54,7 +67,7 @@ def test_sides_are_damped_inverse_roots_of_the_moments(damping):
         sides = kfac.sides(name)
         for factor, moment in ((sides.left, moments.errors), (sides.right, moments.activations)):
             exact = dense_root(moment.double(), damping)
-            assert_as_accurate(factor.matrix, dense_root(moment, damping), exact)
+            assert_as_accurate(factor.matrix, plain_root(moment, damping, exact), exact)
 
 
 def test_a_low_rank_side_has_the_largest_eigenpairs_and_the_mean_of_the_others():

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dpkernels.ops.full_precision import full_precision
+
 # Squares of float64 numbers below 1e-154 are lost (squares of float32 numbers never get there).
 # This covers all that a row can lose, and is itself lost beside any other squared norm.
 LOST_SQUARES = 2.0**-1000
@@ -80,7 +82,8 @@ def weighted_row_sum_(
     for index, (target, g) in enumerate(zip(out, grads, strict=True)):
         weights = factors[index if factors.shape[0] > 1 else 0]
         finite = torch.where(weights.unsqueeze(1) != 0, g.to(target.dtype), 0.0)
-        total = weights @ finite
+        with full_precision(finite):
+            total = weights @ finite
         if accumulate:
             target.add_(total)
         else:

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from dpkernels.ops.clip import add_weighted_rows, clip_factors, weighted_row_sum
 from dpkernels.ops.factor import Factor, Full, LowRank
+from dpkernels.ops.full_precision import full_precision
 from dpkernels.ops.ghost.conv_formulas import (
     column_scale,
     in_double,
@@ -150,7 +151,8 @@ class ConvNorms:
         if self.formula == "rank_one":
             patches, errors = drop_samples(factors, *self.saved)
             weighted = errors * factors.view(-1, 1, 1)
-            total = (weighted.permute(1, 2, 0) @ patches.transpose(0, 1)).flatten(0, 1)
+            with full_precision(weighted):
+                total = (weighted.permute(1, 2, 0) @ patches.transpose(0, 1)).flatten(0, 1)
             if total.shape[1] > columns:
                 return total[:, :columns], total[:, columns]
             return total, weighted.sum(0).flatten()
@@ -186,19 +188,20 @@ class ConvNorms:
             bias = (sums * factors.double().unsqueeze(1)).sum(0)
         d = d.to(dtype) * factors.view(-1, *[1] * (d.dim() - 1))
         x = x.to(dtype)
-        _, total, _ = torch.ops.aten.convolution_backward(
-            d,
-            x,
-            x.new_empty(shape.weight),
-            [shape.out_channels],
-            shape.stride,
-            shape.padding,
-            shape.dilation,
-            False,
-            [0] * len(shape.stride),
-            shape.groups,
-            [False, True, False],
-        )
+        with full_precision(d):
+            _, total, _ = torch.ops.aten.convolution_backward(
+                d,
+                x,
+                x.new_empty(shape.weight),
+                [shape.out_channels],
+                shape.stride,
+                shape.padding,
+                shape.dilation,
+                False,
+                [0] * len(shape.stride),
+                shape.groups,
+                [False, True, False],
+            )
         return self._under_right(total.reshape(shape.out_channels, shape.columns), bias)
 
 

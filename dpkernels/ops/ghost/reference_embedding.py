@@ -43,8 +43,9 @@ def embedding_weighted_sum_(
 ) -> None:
     """``out[v] (+)= scale_v sum_b factors[b] sum over t with token v of errors[b, t]``.
 
-    What a sample adds to a row is added up in float64 and rounded once: in float32 errors that
-    cancel would round before they do, and norms know nothing of that.
+    Rows are added up in float64 and rounded once: in float32 errors that cancel would round before
+    they do, and norms know nothing of that; and a sample that goes would change the roundings of
+    all partial sums after it.
     """
     new, number, ordered, order = _runs(indices)
     weights = factors.double().unsqueeze(1).expand(indices.shape)
@@ -55,10 +56,9 @@ def embedding_weighted_sum_(
     places = number.unsqueeze(2).expand_as(errors)
     sums = torch.zeros_like(wide).scatter_add_(1, places, wide).gather(1, places)
     # Every position of a token reads the same sum; only its first one adds it.
-    rows = torch.where(new.unsqueeze(2), sums * weights, 0).to(out.dtype)
-    if not accumulate:
-        out.zero_()
-    out.index_add_(0, ordered.flatten(), rows.flatten(0, 1))
+    rows = torch.where(new.unsqueeze(2), sums * weights, 0)
+    total = out.double() if accumulate else torch.zeros_like(out, dtype=torch.float64)
+    out.copy_(total.index_add(0, ordered.flatten(), rows.flatten(0, 1)))
 
 
 def _runs(indices: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

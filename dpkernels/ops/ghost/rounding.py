@@ -41,7 +41,8 @@ def sum_error(dtype: torch.dtype, positions: int) -> float:
 
     There is a term for each position; the part is of the sum of their lengths. It bounds what the
     product of csrc/ghost/linear_sum.cpp rounds (the header counts), and that of triton_linear.py:
-    chains of 32, one after the other, in parts that are added up.
+    chains of 32, one after the other, in parts that are added up. Only the sample's own terms are
+    meant: how the others' partial sums round changes with it, too (the header says how far).
     """
     return rounding_error(dtype, min(positions, 64) + 2 * -(-positions // 32) + 8)
 

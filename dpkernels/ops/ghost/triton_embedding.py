@@ -3,8 +3,8 @@
 Tokens are put in order by ``torch.sort``, equal ones beside each other. For the norms a program
 takes some columns of one sample and walks along its tokens, adding up in float64 and squaring at
 the end of each run. For the sum a program takes some columns of one run over the whole batch, so
-that no two programs write to the same row: nothing is atomic, the result is deterministic. What one
-sample adds to a row is added up in float64 there, too, and rounded once.
+that no two programs write to the same row: nothing is atomic, the result is deterministic. A row is
+added up in float64 there, too, and rounded once.
 
 No GPU was at hand: nothing here was timed. 128 columns are one float32 for each thread of four
 warps, and 512 contiguous bytes; the static report (``make gpu-check``) shows no spills.
@@ -108,7 +108,7 @@ def token_sums_kernel(
     weight = 1.0
     if SCALED:
         weight = tl.load(scale + token)
-    total = tl.zeros([COLUMNS], dtype)
+    total = tl.zeros([COLUMNS], tl.float64)
     own = tl.zeros([COLUMNS], tl.float64)
     end = tl.load(ends + place)
     for k in range(place, end):
@@ -121,12 +121,12 @@ def token_sums_kernel(
         own += tl.where(factor != 0, row, 0.0)
         # Where the next sample begins, this one's share is complete.
         ends_here = (k + 1 == end) | (following != sample)
-        total += tl.where(ends_here, own * (factor * weight), 0.0).to(dtype)
+        total += tl.where(ends_here, own * (factor * weight), 0.0)
         own = tl.where(ends_here, 0.0, own)
     at = out + token * width + column
     if ACCUMULATE:
-        total += tl.load(at, mask=column < width)
-    tl.store(at, total, mask=column < width)
+        total += tl.load(at, mask=column < width).to(tl.float64)
+    tl.store(at, total.to(dtype), mask=column < width)
 
 
 def _columns_adjacent(errors: Tensor) -> Tensor:

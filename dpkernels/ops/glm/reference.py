@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dpkernels.ops.clip.reference import LOST_SQUARES
 from dpkernels.ops.clip.reference import clip_factors as clip_factor_rows
+from dpkernels.ops.full_precision import full_precision
 
 # Clients are solved in groups whose Hessians take at most this much, beside one that always fits.
 GROUP_BYTES = 128 * 2**20
@@ -123,7 +124,9 @@ def glm_record_norms(
 
 def gradient_sums(table: Table, labels: Tensor, factors: Tensor) -> Tensor:
     """``sum_i factors_i (p_i - e_y) x_i^T``, ``[clients, C, d]``."""
-    return weighted(factors.unsqueeze(2), residuals(table, labels)).mT @ table.x
+    errors = weighted(factors.unsqueeze(2), residuals(table, labels))
+    with full_precision(errors):
+        return errors.mT @ table.x
 
 
 def hessian_sums(table: Table, factors: Tensor) -> Tensor:
@@ -137,7 +140,8 @@ def hessian_sums(table: Table, factors: Tensor) -> Tensor:
         for b in range(a, classes):
             entry = table.p[..., a] * (table.q[..., a] if a == b else -table.p[..., b])
             weights = weighted(factors, entry).unsqueeze(2)
-            block = (table.x * weights).mT @ table.x
+            with full_precision(table.x):
+                block = (table.x * weights).mT @ table.x
             block = block.triu() + block.triu(1).mT
             sums[:, a, :, b] = block
             if a != b:
@@ -176,7 +180,9 @@ def glm_feature_covariance(
     squares = padded.double().square().sum(2)
     sq_norms = squares.square()
     cleaned = clean(padded, squares)
-    sums = (cleaned * clip_factors(sq_norms, bound, x.dtype).unsqueeze(2)).mT @ cleaned
+    scaled = cleaned * clip_factors(sq_norms, bound, x.dtype).unsqueeze(2)
+    with full_precision(scaled):
+        sums = scaled.mT @ cleaned
     norms = torch.where(inside, sq_norms, 0.0).flatten()
     return sums, sq_norms.new_zeros(x.shape[0]).scatter_add(0, rows.flatten(), norms)
 
