@@ -377,7 +377,7 @@ def make_private(
     capture = Capture(step.layer_complete, step.pass_complete, several_calls == "same samples")
     if not any(map(is_sharded, inner.parameters())):  # every run is one of all ranks
         capture.lift(Lifting(inner, modules), step.replace)
-    make_plain(inner)
+    make_plain(model)
     undo = [
         capture.attach(inner, modules),
         bypass_reducer(model),

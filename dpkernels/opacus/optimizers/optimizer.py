@@ -367,6 +367,8 @@ class DPOptimizer(Optimizer):
     def load_run_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``run_state_dict`` was called, with noise that was never used.
 
+        A seeded generator is for tests: it goes on where the checkpoint was, with the same noise.
+
         Noise and bound go on where a schedule, or adaptive clipping, had brought them, if this
         optimizer was given the same ones as that of the checkpoint. If not, the caller has changed
         them: what the caller gave stays, with a warning.

@@ -266,11 +266,12 @@ def test_a_copy_of_ddp_computes_with_weights_of_its_own(one_process):
         for parameter in copied.parameters():
             parameter.zero_()
     assert not copied(*inputs).any() and model(*inputs).any()
-    # The copy is an ordinary model, whose gradients come from autograd.
-    square(copied(*inputs)).sum().backward()
-    assert all(parameter.grad is not None for parameter in copied.parameters())
+    with pytest.raises(RuntimeError, match="copy of one in private training"):
+        square(copied(*inputs)).sum().backward()
     assert training.samples == 0
-    private(copied, BOUND)
+    own, _ = private(copied, BOUND)
+    square(copied(*inputs)).sum().backward()
+    assert own.samples == len(inputs[0]) and training.samples == 0
 
 
 def test_ddp_has_a_group_of_its_own(one_process):
