@@ -162,7 +162,7 @@ SPEECH = [
     _wav2vec("wav2vec 2.0, group norm", "Wav2Vec2", feat_extract_norm="group"),
     _wav2vec("wav2vec 2.0, classification", "Wav2Vec2", "ForSequenceClassification"),
     _wav2vec("HuBERT, CTC", "Hubert"),
-    _wav2vec("WavLM, CTC", "WavLM", refused="mixes samples"),
+    _wav2vec("WavLM, CTC", "WavLM"),
     _wav2vec("SEW, CTC", "SEW"),
     Case(
         "Speech",
