@@ -47,6 +47,8 @@ class BareLayer(StoredLayer):
                 f"axis, so that nothing tells the samples' parts in {', '.join(self.parameters)} "
                 "apart; use these parameters in the forward() of a module that is given the samples"
             )
+        # Whichever rule serves this call: another batch may be as long as a mask by chance.
+        self._fallback.note_common(tree_leaves((args, kwargs)), batch)
         # Sizes of batches come and go; what has rows of its own for two samples has them for more.
         sizes = tuple((x.shape[1:] if x.shape[0] == batch else x.shape, x.dtype) for x in tensors)
         kind = inputs[0].device.type

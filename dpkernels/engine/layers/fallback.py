@@ -109,6 +109,7 @@ class Fallback:
     ) -> Any:
         """Compute the module's output, tapped; its backward pass calls ``deliver``."""
         leaves, structure = tree_flatten((args, kwargs))
+        self.note_common(leaves, batch)
         positions = tuple(k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         inputs = [leaves[k] for k in positions]
         constants = tuple(
@@ -143,7 +144,7 @@ class Fallback:
             structure,
             constants,
             positions,
-            self._axes(positions, inputs, batch),
+            self._axes(positions),
             tuple(y.dim() > 0 and y.shape[0] == batch for y in outputs),
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
         )
@@ -152,13 +153,14 @@ class Fallback:
         results = [next(tapped) if floating([y]) else y for y in results]
         return tree_unflatten(results, result_structure)
 
-    def _axes(
-        self, positions: Sequence[int], inputs: Sequence[Tensor], batch: int
-    ) -> tuple[int | None, ...]:
-        """Return where samples are; an input that once had none has none, whatever its size."""
-        for k, x in zip(positions, inputs, strict=True):
-            if x.dim() == 0 or x.shape[0] != batch:
+    def note_common(self, leaves: Sequence[Any], batch: int) -> None:
+        """Note which leaves of the arguments have no axis of samples: they never have one."""
+        for k, x in enumerate(leaves):
+            if isinstance(x, Tensor) and (x.dim() == 0 or x.shape[0] != batch):
                 self._common.add(k)
+
+    def _axes(self, positions: Sequence[int]) -> tuple[int | None, ...]:
+        """Return where samples are; an input that once had none has none, whatever its size."""
         return tuple(None if k in self._common else 0 for k in positions)
 
     def _check_types(self, results: Sequence[Any]) -> None:
