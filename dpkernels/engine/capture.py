@@ -12,14 +12,14 @@ they are the same. Then calls that follow each other without a backward pass are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 from dpkernels.engine.arguments import Arguments, check_can_be_opened, form_of, samples_of
 from dpkernels.engine.first_call import examine, look_up
@@ -120,6 +120,8 @@ class Capture:
         self._note: Note | None = None  # what is told of calls, while the model is looked at
         self._follow: Follow | None = None  # what makes them then
         self._wholes: list[Tensor] = []  # parameters that FSDP has put together
+        # Where autograd would add up a parameter's gradient. Kept, they stay the same for good.
+        self._nodes: dict[Tensor, Node] = {}
         self.layers: tuple[Layer, ...] = ()  # of the model that this is attached to
         self._undo: list[Callable[[], None]] = []
         self._model: nn.Module | None = None
@@ -271,7 +273,7 @@ class Capture:
             )
         before = dict(vars(self))
         vars(self).update(vars(Capture(layer_complete, pass_complete)))
-        self._wholes = before["_wholes"]
+        self._wholes, self._nodes = before["_wholes"], before["_nodes"]
         try:
             yield
         finally:
@@ -326,7 +328,7 @@ class Capture:
 
     def take(self, current: Pass, layer: Layer, tensors: Captured) -> None:
         """Accept what a use of ``layer`` delivers, in a pass that trains it."""
-        if not accumulates(layer, self._wholes or layer.parameters.values()):
+        if not self._accumulates(layer):
             return
         self._enter(current)
         tensors = layer.by_sample(tensors, current.batch)
@@ -349,6 +351,33 @@ class Capture:
                 f"about the same samples is not known; {_ONE_CALL}"
             )
         uses.append(tensors)
+
+    def _accumulates(self, layer: Layer) -> bool:
+        """Return whether the backward pass that is running is to give parameters a gradient.
+
+        ``torch.autograd.grad(loss, x)`` and ``backward(inputs=[x])`` ask for gradients of inputs
+        alone: such a pass trains nothing. 1 us. Raises RuntimeError for ``torch.autograd.grad`` of
+        parameters.
+        """
+        nodes = []
+        for parameter in self._wholes or layer.parameters.values():
+            if parameter.requires_grad:
+                if parameter not in self._nodes:
+                    self._nodes[parameter] = get_gradient_edge(parameter).node
+                nodes.append(self._nodes[parameter])
+        try:
+            wanted = set(map(torch._C._will_engine_execute_node, nodes))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{layer.describe()}: torch.autograd.grad() asks for gradients of its parameters, "
+                "which private training does not hand out without noise; call backward() and step()"
+            ) from error
+        if len(wanted) > 1:
+            raise RuntimeError(
+                f"{layer.describe()}: backward(inputs=...) asks for gradients of some of its "
+                "parameters only; name all of a layer's, or freeze the others"
+            )
+        return wanted != {False}
 
     def _enter(self, current: Pass) -> None:
         """Make ``current`` the pass that this backward pass belongs to, or say why it cannot be."""
@@ -391,28 +420,6 @@ def _guard(owner: str, parameter: Tensor) -> Callable[[], None]:
 
     remove: Callable[[], None] = parameter.register_hook(refuse).remove
     return remove
-
-
-def accumulates(layer: Layer, parameters: Iterable[Tensor]) -> bool:
-    """Return whether the backward pass that is running is to give the parameters a gradient.
-
-    ``torch.autograd.grad(loss, x)`` and ``backward(inputs=[x])`` ask for gradients of inputs alone:
-    such a pass trains nothing. 2 us. Raises RuntimeError for ``torch.autograd.grad`` of parameters.
-    """
-    nodes = [get_gradient_edge(p).node for p in parameters if p.requires_grad]
-    try:
-        wanted = set(map(torch._C._will_engine_execute_node, nodes))
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{layer.describe()}: torch.autograd.grad() asks for gradients of its parameters, "
-            "which private training does not hand out without noise; call backward() and step()"
-        ) from error
-    if len(wanted) > 1:
-        raise RuntimeError(
-            f"{layer.describe()}: backward(inputs=...) asks for gradients of some of its "
-            "parameters only; name all of a layer's, or freeze the others"
-        )
-    return wanted != {False}
 
 
 def flattened(layers: Sequence[Layer]) -> list[Layer]:
