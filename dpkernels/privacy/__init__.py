@@ -6,9 +6,13 @@ from dpkernels.privacy.accountants import Accountant, make_accountant
 from dpkernels.privacy.calibration import (
     calibrate_batch_size,
     calibrate_noise_multiplier,
+    calibrate_noise_scale,
     calibrate_steps,
+    epsilon_after,
 )
 from dpkernels.privacy.mechanism import (
+    Adjacency,
+    Drawn,
     EveryRecord,
     GaussianQuery,
     NotPrivate,
@@ -16,12 +20,16 @@ from dpkernels.privacy.mechanism import (
     Sampling,
     Shuffled,
     Statement,
+    View,
     WithoutReplacement,
+    adjacency_of,
     gaussian_step,
 )
 
 __all__ = [
     "Accountant",
+    "Adjacency",
+    "Drawn",
     "EveryRecord",
     "GaussianQuery",
     "NotPrivate",
@@ -29,10 +37,14 @@ __all__ = [
     "Sampling",
     "Shuffled",
     "Statement",
+    "View",
     "WithoutReplacement",
+    "adjacency_of",
     "calibrate_batch_size",
     "calibrate_noise_multiplier",
+    "calibrate_noise_scale",
     "calibrate_steps",
+    "epsilon_after",
     "gaussian_step",
     "make_accountant",
 ]

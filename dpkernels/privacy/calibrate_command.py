@@ -8,6 +8,7 @@ import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import get_args
 
 from dpkernels.privacy.accountants import ACCOUNTANTS
 from dpkernels.privacy.accountants.accountant import check_delta, check_epsilon, check_steps
@@ -19,6 +20,7 @@ from dpkernels.privacy.calibration import (
 )
 from dpkernels.privacy.curve import epsilon_curve, plot, require_matplotlib
 from dpkernels.privacy.mechanism import (
+    Adjacency,
     Poisson,
     Sampling,
     Shuffled,
@@ -60,7 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rate", type=float, help="share of the records in a batch, on average")
     add("--records", type=int, help="number of records, with --batch-size in place of --rate")
     add("--batch-size", type=int, help="(expected) size of a batch")
-    add("--sampling", choices=SAMPLINGS, default="poisson", help="which one to plot, and star")
+    add("--sampling", choices=SAMPLINGS, help="which one to plot, and star (the first)")
+    add("--adjacency", choices=get_args(Adjacency), help="show only samplings accounted under it")
     add("--json", action="store_true", help="print JSON, for programs")
     add("--plot", metavar="FILE", type=Path, help="draw epsilon over steps (.png, .pdf, .svg)")
 
@@ -71,6 +74,7 @@ def run(options: argparse.Namespace) -> str:
     Raises ValueError for arguments that do not make sense, OSError if the plot cannot be written.
     """
     samplings, steps = _settings(options)
+    samplings, starred = _chosen(samplings, options)
     given = [options.epsilon, options.noise_multiplier, steps]
     if sum(value is not None for value in given) != 2:
         raise ValueError(
@@ -85,11 +89,11 @@ def run(options: argparse.Namespace) -> str:
         for accountant in _accountants(sampling)
     ]
     if options.plot:
-        _plot(samplings[options.sampling], rows, options)
+        _plot(starred, samplings[starred], rows, options)
     if options.json:
-        chosen = {"delta": options.delta, "sampling": options.sampling}
+        chosen = {"delta": options.delta, "sampling": starred}
         return json.dumps(chosen | {"rows": [asdict(row) for row in rows]}, indent=2)
-    return _table(rows, options)
+    return _table(rows, starred, options)
 
 
 def _settings(options: argparse.Namespace) -> tuple[dict[str, Sampling], int | None]:
@@ -110,6 +114,26 @@ def _settings(options: argparse.Namespace) -> tuple[dict[str, Sampling], int | N
     steps = options.steps if options.epochs is None else options.epochs * epoch
     kinds = (poisson, WithoutReplacement(batch, records), Shuffled(epoch))
     return dict(zip(SAMPLINGS, kinds, strict=True)), steps
+
+
+def _chosen(
+    samplings: dict[str, Sampling], options: argparse.Namespace
+) -> tuple[dict[str, Sampling], str]:
+    """Return the samplings to show, those of the adjacency asked for, and the one to star."""
+    wanted = options.adjacency
+    shown = {
+        name: sampling
+        for name, sampling in samplings.items()
+        if wanted in (None, adjacency_of(sampling))
+    }
+    starred = options.sampling or next(iter(shown))
+    if starred not in shown:
+        its_own = adjacency_of(samplings[starred])
+        raise ValueError(
+            f"--sampling {starred} is accounted under {its_own} adjacency, got --adjacency "
+            f"{wanted}; leave one of them out"
+        )
+    return shown, starred
 
 
 def _accountants(sampling: Sampling) -> list[str]:
@@ -146,11 +170,11 @@ def _row(
     return Row(name, adjacency, accountant, sigma, count, reached)
 
 
-def _table(rows: list[Row], options: argparse.Namespace) -> str:
+def _table(rows: list[Row], starred: str, options: argparse.Namespace) -> str:
     lines = [("sampling", "adjacency", "accountant", "noise multiplier", "steps", "epsilon")]
     numbers: dict[str, int] = {}
     for row in rows:
-        star = " *" if row.sampling == options.sampling else ""
+        star = " *" if row.sampling == starred else ""
         if row.error is not None:
             cells = (f"[{numbers.setdefault(row.error, len(numbers) + 1)}]", "", "")
         else:
@@ -193,9 +217,9 @@ def _title(sampling: Sampling) -> str:
     return "Shuffled batches"
 
 
-def _plot(sampling: Sampling, rows: list[Row], options: argparse.Namespace) -> None:
+def _plot(starred: str, sampling: Sampling, rows: list[Row], options: argparse.Namespace) -> None:
     """Draw all accountants of the chosen sampling with the noise that its tightest asks for."""
-    best = next(row for row in rows if row.sampling == options.sampling)
+    best = next(row for row in rows if row.sampling == starred)
     if best.noise_multiplier is None or best.steps is None:
         raise ValueError(f"there is nothing to plot: {best.error}")
     statement = gaussian_step(best.noise_multiplier, sampling, unreachable=UNREACHABLE)

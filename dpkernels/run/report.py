@@ -111,7 +111,7 @@ class RunReport:
             f"{self.noise_multiplier:g}, {self.clipping}",
         ]
         for statement, steps in self.releases:
-            lines.append(f"  {steps} x {_in_words(statement)}")
+            lines.append(f"  {steps} x {in_words(statement)}")
         lines += [
             f"sampler {self.sampler}, expected batch size {self.expected_batch_size:g}",
             f"noise from {self.noise}; samples drawn with {self.samples}",
@@ -123,7 +123,8 @@ class RunReport:
         return "\n".join(lines)
 
 
-def _in_words(statement: Statement) -> str:
+def in_words(statement: Statement) -> str:
+    """Return what one step of ``statement`` releases, for people."""
     return (
         f"{statement.unit}, {statement.adjacency}; seen: {statement.view}; noise / sensitivity "
         f"{statement.noise_multiplier:.4g}; {statement.sampling}"

@@ -158,6 +158,23 @@ def test_two_adjacencies_or_units_are_refused(name):
 
 
 @pytest.mark.parametrize("name", ACCOUNTANTS)
+def test_two_views_are_refused_however_they_come(name):
+    query = (GaussianQuery(1.0, 1.0),)
+    one, other = (Statement(query, EveryRecord(), view=v) for v in ("aggregate", "each_upload"))
+    message = "view must be 'aggregate', as in the history, got 'each_upload'; keep an accountant"
+    accountant = spent(name, (one, 2))
+    with pytest.raises(ValueError, match=message):
+        accountant.compose(other)
+    with pytest.raises(ValueError, match=message):
+        accountant.compose(other, 0)
+    with pytest.raises(ValueError, match=message):
+        accountant.replace([(one, 1), (other, 1)])
+    with pytest.raises(ValueError, match="view must be 'each_upload'"):
+        accountant.load_state_dict(spent(name, (other, 1)).state_dict())
+    assert accountant.history == [(one, 2)]
+
+
+@pytest.mark.parametrize("name", ACCOUNTANTS)
 def test_a_void_statement_has_no_epsilon_and_says_why(name):
     void = Statement((GaussianQuery(1.0, 1.0),), EveryRecord(), void="the seed is fixed")
     accountant = spent(name, (gaussian_step(1.0, EveryRecord()), 1), (void, 1))

@@ -85,6 +85,20 @@ def test_the_table_rounds_up_and_stars_the_chosen_sampling(capsys):
         assert 0 <= float(epsilon) - row["epsilon"] <= 1e-4 and steps == "30"
 
 
+@pytest.mark.parametrize(
+    ("adjacency", "shown"),
+    [("add-remove", ["poisson"]), ("replace-one", ["without-replacement", "shuffled"])],
+)
+def test_only_samplings_of_the_adjacency_asked_for_are_shown(capsys, adjacency, shown):
+    asked = [*SMALL, "--epsilon", "2", "--steps", "30"]
+    found = rows(capsys, *asked, "--adjacency", adjacency)
+    assert list(dict.fromkeys(row["sampling"] for row in found)) == shown
+    assert found == [row for row in rows(capsys, *asked) if row["adjacency"] == adjacency]
+    assert cli.main(["calibrate", *asked, "--adjacency", adjacency]) == 0
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert [line.split()[1] == "*" for line in lines] == [True] * 2 + [False] * (len(lines) - 2)
+
+
 def test_what_a_row_cannot_reach_is_said_below_the_table(capsys):
     assert cli.main(["calibrate", *SMALL, "--noise-multiplier", "1", "--epsilon", "0.5"]) == 0
     out = capsys.readouterr().out
@@ -98,6 +112,10 @@ def test_what_a_row_cannot_reach_is_said_below_the_table(capsys):
     [
         ([*SMALL, "--epsilon", "1"], "give two of --epsilon"),
         ([*SMALL, "--epsilon", "1", "--steps", "3", "--epochs", "3"], "not both"),
+        (
+            [*SMALL, "--epsilon", "1", "--sampling", "poisson", "--adjacency", "replace-one"],
+            "--sampling poisson is accounted under add-remove adjacency",
+        ),
         ([*DELTA, "--epsilon", "1", "--steps", "3"], "give either --rate"),
         ([*SMALL, "--rate", "0.1", "--epsilon", "1", "--steps", "3"], "give either --rate"),
         ([*DELTA, "--rate", "1.5", "--epsilon", "1", "--steps", "3"], "rate must be in"),

@@ -62,7 +62,8 @@ class _Bracket:
 class Accountant(ABC):
     """Adds up what was released, and says which (epsilon, delta) that amounts to.
 
-    What it says is an upper bound, under the adjacency and for the unit of the statements.
+    What it says is an upper bound, under the adjacency, for the unit and against the view of the
+    statements.
     """
 
     name: ClassVar[str]
@@ -87,15 +88,15 @@ class Accountant(ABC):
         Shuffled steps are taken to go through epochs from end to end. Who leaves an epoch before
         its end and begins another has to compose the rest of it too.
 
-        Raises ValueError where the accountant cannot account ``statement``, or where its adjacency
-        or unit is not that of the history, because there is no epsilon for two of them.
+        Raises ValueError where the accountant cannot account ``statement``, or where its adjacency,
+        unit or view is not that of the history, because there is no epsilon for two of them.
         """
         check_steps(steps)
         if (reason := self._why_not(statement)) is not None:
             raise ValueError(f"statement: {reason}")
         if self._history:
             first = self._history[0][0]
-            for what in ("adjacency", "unit"):
+            for what in ("adjacency", "unit", "view"):
                 had, got = getattr(first, what), getattr(statement, what)
                 if had != got:
                     raise ValueError(

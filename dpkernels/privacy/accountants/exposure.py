@@ -32,8 +32,26 @@ class Exposure:
 
 
 def amplification(statement: Statement) -> Poisson | WithoutReplacement | None:
-    """Return the sampling of ``statement`` if it hides whether a unit took part, else None."""
+    """Return the sampling of ``statement`` if it hides whether a unit took part, else None.
+
+    It does where the unit itself is drawn, and nobody sees who was:
+
+        unit      drawn      aggregate    each_upload
+        record    records    amplifies    amplifies
+        record    clients    not          not
+        user      clients    amplifies    not
+        user      records    not          not
+
+    Whoever sees uploads sees which clients were drawn. For a record, the sum shows it too: the
+    other records of its client may move the sum by u, far more than the noise. Then
+    (1 - q) N(0) + q N(u + v) against (1 - q) N(0) + q N(u) has q times the delta of N(v) against
+    N(0), at the same epsilon: drawing clients makes delta smaller, not epsilon. A step that is not
+    amplified counts in full, and so does each epoch of ``Shuffled``.
+    """
     sampling = statement.sampling
+    seen = statement.sampled == "clients" and statement.view == "each_upload"
+    if seen or not statement.draws_units:
+        return None
     if isinstance(sampling, Poisson) and sampling.rate < 1:
         return sampling
     if isinstance(sampling, WithoutReplacement) and sampling.batch < sampling.population:
@@ -44,7 +62,7 @@ def amplification(statement: Statement) -> Poisson | WithoutReplacement | None:
 class _Epochs:
     """Counts what shuffled batches expose: in each epoch the step with the least noise.
 
-    One record is in one step of an epoch, and nobody says in which, so that the worst one counts.
+    One unit is in one step of an epoch, and nobody says in which, so that the worst one counts.
     Runs need not end with an epoch: the noise may change in the middle of one.
     """
 
@@ -71,17 +89,21 @@ class _Epochs:
 
 
 def exposure(history: Iterable[tuple[Statement, int]]) -> Exposure:
-    """Return what ``history``, runs of (statement, steps >= 1), exposes of one unit."""
+    """Return what ``history``, runs of (statement, steps >= 1), exposes of one unit.
+
+    Epochs of records and epochs of clients are counted apart: they are two orders. A user whose
+    records are shuffled may be in every step of an epoch, and each step counts.
+    """
     precision = 0.0
     sampled: Counter[Sampled] = Counter()
-    epochs: dict[Shuffled, _Epochs] = {}
+    epochs: dict[tuple[Shuffled, str | None], _Epochs] = {}
     for statement, steps in history:
         sigma = statement.noise_multiplier
         if sigma == 0:
             return Exposure(math.inf, ())
-        if isinstance(shuffled := statement.sampling, Shuffled):
-            counted = epochs.setdefault(shuffled, _Epochs(shuffled.batches))
-            counted.add(sigma**-2, steps)
+        if isinstance(shuffled := statement.sampling, Shuffled) and statement.is_once_an_epoch:
+            kind = shuffled, statement.sampled
+            epochs.setdefault(kind, _Epochs(shuffled.batches)).add(sigma**-2, steps)
         elif (sampling := amplification(statement)) is not None:
             sampled[sigma, sampling] += steps
         else:

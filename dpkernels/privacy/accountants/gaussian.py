@@ -20,9 +20,9 @@ class GaussianAccountant(Accountant):
         if (sampling := amplification(statement)) is None:
             return None
         return (
-            "the gaussian accountant takes steps that see every record, or shuffled ones, got "
-            f"{sampling}: what is released from a random batch is a mixture of Gaussians; take the "
-            "pld or rdp accountant"
+            "the gaussian accountant takes steps without amplification (every record, shuffled, or "
+            f"drawn in sight), got {sampling}: what is released from a random batch is a mixture "
+            "of Gaussians; take the pld or rdp accountant"
         )
 
     def _epsilon_of(self, exposed: Exposure, delta: float) -> float:
