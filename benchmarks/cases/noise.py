@@ -1,7 +1,8 @@
-"""``noise``: Gaussian noise added to a buffer, against PyTorch's own generator.
+"""``noise``: Gaussian noise added to buffers and rows, against PyTorch's own generator.
 
-n float32 elements are read and written once: 2 * 4 * n bytes. About 60 flops an element (Philox
-20 multiplications, Box-Muller the rest).
+n float32 elements are read and written once: 2 * 4 * n bytes, and 16 bytes for each row's key and
+counter. About 60 flops an element (Philox 20 multiplications, Box-Muller the rest). Plain PyTorch
+draws the noise of all rows from one generator, which is faster than one for each client.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.registry import Case, Form, Inputs, Outputs, Target
-from dpkernels.ops.noise import add_gaussian_noise_, reference
+from dpkernels.ops.noise import add_gaussian_noise_, add_row_noise_, reference
 
 FLOPS_PER_ELEMENT = 60
 STD = 0.5
@@ -25,20 +27,22 @@ COUNTER = 7
 # Weights and biases of a 784-512-384-128-128-64-10 perceptron: 673,610 values.
 MODEL = (401_408, 512, 196_608, 384, 49_152, 128, 16_384, 128, 8_192, 64, 640, 10)
 
+# Uploads of 500 clients: a linear model of 64 features and 10 classes.
+CLIENTS, WIDTH = 500, 640
+
 AGAINST = "torch.randn, add_"
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    """Yield one buffer of 10 M and of 670 k values, and a model's twelve buffers."""
+    """Yield buffers of 10 M and 670 k values, a model's twelve buffers, and 500 clients' rows."""
     if not quick:
-        yield _case("noise 10,000,000", (10_000_000,), device, Target(5.0, AGAINST))
-    yield _case("noise 670,000", (670_000,), device, Target(4.0, AGAINST))
-    yield _case(f"noise 12 buffers, {sum(MODEL):,}", MODEL, device, Target())
+        yield _buffers("noise 10,000,000", (10_000_000,), device, Target(5.0, AGAINST))
+    yield _buffers("noise 670,000", (670_000,), device, Target(4.0, AGAINST))
+    yield _buffers(f"noise 12 buffers, {sum(MODEL):,}", MODEL, device, Target())
+    yield _rows(f"noise {CLIENTS} rows of {WIDTH}", device, Target(4.0, AGAINST))
 
 
-def _case(name: str, sizes: tuple[int, ...], device: torch.device, target: Target) -> Case:
-    n = sum(sizes)
-
+def _buffers(name: str, sizes: tuple[int, ...], device: torch.device, target: Target) -> Case:
     def make_inputs(device: torch.device, generator: torch.Generator) -> Inputs:
         return [torch.randn(size, generator=generator, device=device) for size in sizes]
 
@@ -51,22 +55,71 @@ def _case(name: str, sizes: tuple[int, ...], device: torch.device, target: Targe
         add_gaussian_noise_(xs, STD, KEY, COUNTER)
         return xs
 
+    n = sum(sizes)
     return Case(
         op="add_gaussian_noise_",
         name=name,
-        dtype=torch.float32,
         parameters={"sizes": list(sizes), "std": STD},
         make_inputs=make_inputs,
         bytes_moved=2 * 4 * n,
-        flops=FLOPS_PER_ELEMENT * n,
-        bound="update",
         ours=Form("dpkernels", ours, lambda inputs: (_copies(inputs),)),
-        plain=_plain_forms(n, device),
         truth=_truth,
         same_dtype=same_dtype,
-        check_plain=_looks_normal,
         target=target,
+        **_shared(n, device),
     )
+
+
+def _rows(name: str, device: torch.device, target: Target) -> Case:
+    """One buffer, whose rows are the clients'."""
+    n = CLIENTS * WIDTH
+    keys = KEY + torch.arange(CLIENTS)
+    counters = COUNTER + 3 * torch.arange(CLIENTS)
+
+    def make_inputs(device: torch.device, generator: torch.Generator) -> Inputs:
+        return [torch.randn(n, generator=generator, device=device)]
+
+    def truth(inputs: Inputs) -> Outputs:
+        streams = keys.to(inputs[0].device), counters.to(inputs[0].device)
+        z = reference.standard_normals(WIDTH, *streams, inputs[0].device, torch.float64)
+        return [inputs[0].double() + STD * z.flatten()]
+
+    def same_dtype(inputs: Inputs) -> Outputs:
+        x = inputs[0].clone()
+        reference.add_row_noise_(x.view(CLIENTS, WIDTH), STD, keys, counters, 1.0)
+        return [x]
+
+    def ours(x: Tensor, rows: Tensor) -> Outputs:
+        add_row_noise_(rows, STD, keys, counters)
+        return [x]
+
+    def arguments(inputs: Inputs) -> tuple[Tensor, Tensor]:
+        x = inputs[0].clone()
+        return x, x.view(CLIENTS, WIDTH)
+
+    return Case(
+        op="add_row_noise_",
+        name=name,
+        parameters={"rows": CLIENTS, "width": WIDTH, "std": STD},
+        make_inputs=make_inputs,
+        bytes_moved=2 * 4 * n + 16 * CLIENTS,
+        ours=Form("dpkernels", ours, arguments),
+        truth=truth,
+        same_dtype=same_dtype,
+        target=target,
+        **_shared(n, device),
+    )
+
+
+def _shared(n: int, device: torch.device) -> dict[str, Any]:
+    """Return what every case of n elements has."""
+    return {
+        "dtype": torch.float32,
+        "flops": FLOPS_PER_ELEMENT * n,
+        "bound": "update",
+        "plain": _plain_forms(n, device),
+        "check_plain": _looks_normal,
+    }
 
 
 def _copies(inputs: Inputs) -> list[Tensor]:

@@ -40,7 +40,7 @@ constexpr int64_t kTilesPerTask = 8192 / kNoiseTile;
 
 template <class T>
 void add_gaussian_noise(const NoiseTarget<T>* targets, int64_t count, double std, double scale,
-                        uint64_t key, uint64_t counter, const Executor& executor) {
+                        const Executor& executor) {
   auto* const kernel = DPK_FOR_ISA(active_isa(), add_noise_to_tiles<T>);
   // The tiles of all targets in one row, so that many small buffers share the threads well.
   std::vector<int64_t> first_tile(count + 1, 0);
@@ -55,15 +55,17 @@ void add_gaussian_noise(const NoiseTarget<T>* targets, int64_t count, double std
     int64_t i =
         std::upper_bound(first_tile.begin(), first_tile.end(), begin) - first_tile.begin() - 1;
     for (; i < count && first_tile[i] < end; ++i) {
-      kernel(targets[i].x, targets[i].n, std::max(begin, first_tile[i]) - first_tile[i],
-             std::min(end, first_tile[i + 1]) - first_tile[i], std, scale, key, counter + i);
+      const NoiseTarget<T>& target = targets[i];
+      kernel(target.x, target.n, std::max(begin, first_tile[i]) - first_tile[i],
+             std::min(end, first_tile[i + 1]) - first_tile[i], std, scale, target.key,
+             target.counter);
     }
   });
 }
 
 template void add_gaussian_noise<float>(const NoiseTarget<float>*, int64_t, double, double,
-                                        uint64_t, uint64_t, const Executor&);
+                                        const Executor&);
 template void add_gaussian_noise<double>(const NoiseTarget<double>*, int64_t, double, double,
-                                         uint64_t, uint64_t, const Executor&);
+                                         const Executor&);
 
 }  // namespace dpk

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import threading
-import warnings
 from typing import Any
 
 import torch
 
-from dpkernels.ops.noise.reference import philox
+from dpkernels.ops.noise.owner import KeyOwner, derived_keys, from_os_entropy
 
 _COUNTERS = 2**63
-# Children are drawn from counters that no noise uses: reserve() stays below 2^63.
-_SPAWN_DOMAIN = 2**63
+_CHILDREN = 0  # the domain of their keys: RowKeys has another
 
 
-class NoiseKey:
+class NoiseKey(KeyOwner):
     """A 64-bit key and the next unused counter of its stream.
 
     ``NoiseKey()`` draws the key and the first counter (62 bits of it) from the operating system's
@@ -27,25 +23,28 @@ class NoiseKey:
     goes into a checkpoint.
     """
 
+    _for_workers = "use spawn() for other workers"
+
     def __init__(self) -> None:
-        key, start = _from_os_entropy()
-        self._set(key, start, seed=None)
+        self._draw()
 
     @classmethod
     def from_seed(cls, seed: int) -> NoiseKey:
         """Return the reproducible key of ``seed``, with a warning: it protects nobody."""
-        _warn_of_seed(seed)
+        cls._warn_of_seed(seed, "NoiseKey()")
         self = cls.__new__(cls)
         self._set(_derive(seed, 0), 0, seed=seed)
         return self
 
+    def _draw(self) -> None:
+        key, start = (int(x) for x in from_os_entropy(1))
+        self._set(key, start, seed=None)
+
     def _set(self, key: int, counter: int, seed: int | None) -> None:
+        self._own(seed)
         self._key = key
         self._counter = counter
-        self._seed = seed
         self._spawned = 0
-        self._process = os.getpid()
-        self._lock = threading.Lock()
 
     @property
     def key(self) -> int:
@@ -57,19 +56,13 @@ class NoiseKey:
         """The next unused counter. To use it, ``reserve`` it."""
         return self._counter
 
-    @property
-    def seed(self) -> int | None:
-        """The fixed seed, or None if the key came from the operating system. For reports."""
-        return self._seed
-
     def reserve(self, count: int = 1) -> int:
         """Take ``count`` counters out of the stream; return the first of them.
 
         They are gone whether noise was drawn with them or not, so an exception between reserving
         and using never leads to a second use. Thread-safe.
         """
-        if count < 0:
-            raise ValueError(f"NoiseKey.reserve: count must be >= 0, got {count}")
+        self._check_count("reserve", count)
         self._check_process("reserve")
         with self._lock:
             first = self._counter
@@ -84,8 +77,7 @@ class NoiseKey:
         Children of an entropy key draw from the operating system again; children of a seeded key
         are derived from it and differ from one call to the next.
         """
-        if count < 0:
-            raise ValueError(f"NoiseKey.spawn: count must be >= 0, got {count}")
+        self._check_count("spawn", count)
         self._check_process("spawn")
         if self._seed is None:
             return [NoiseKey() for _ in range(count)]
@@ -122,59 +114,23 @@ class NoiseKey:
         it. A seeded key is restored exactly, so that tests can resume bit for bit: what was drawn
         after the checkpoint is drawn again.
         """
-        missing = {"key", "counter", "spawned", "seed"} - state.keys()
-        if missing:
-            raise ValueError(
-                f"NoiseKey.load_state_dict: state lacks {', '.join(sorted(missing))}; pass what "
-                "state_dict() returned"
-            )
+        self._check_state(state, {"key", "counter", "spawned", "seed"})
         if state["seed"] is None:
-            key, start = _from_os_entropy()
-            self._set(key, start, seed=None)
+            self._draw()
             return
         counter = state["counter"]
         if not isinstance(counter, int) or not 0 <= counter <= _COUNTERS:
             raise ValueError(
                 f"NoiseKey.load_state_dict: counter must be an int in [0, 2^63], got {counter!r}"
             )
-        _warn_of_seed(state["seed"])
+        self._warn_of_seed(state["seed"], "NoiseKey()")
         self._set(state["key"], counter, seed=state["seed"])
         self._spawned = state["spawned"]
 
-    def _check_process(self, method: str) -> None:
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                f"NoiseKey.{method}: this key belongs to the parent process, which would draw the "
-                "same noise; give each process its own key with spawn()"
-            )
-
-    def __reduce__(self) -> str:
-        raise TypeError(
-            "a NoiseKey cannot be copied or pickled: two copies would draw the same noise; use "
-            "spawn() for other workers and state_dict() for checkpoints"
-        )
-
     def __repr__(self) -> str:
-        source = "operating system" if self._seed is None else f"seed {self._seed}"
-        return f"NoiseKey({source}, counter {self._counter})"
-
-
-def _warn_of_seed(seed: int) -> None:
-    warnings.warn(
-        f"NoiseKey with the fixed seed {seed}: whoever knows it can subtract the noise; use "
-        "NoiseKey() for private data",
-        stacklevel=3,
-    )
-
-
-def _from_os_entropy() -> tuple[int, int]:
-    """Return a random key and first counter; half of the counters stay ahead of it."""
-    key = int.from_bytes(os.urandom(8), "little", signed=True)
-    return key, int.from_bytes(os.urandom(8), "little") >> 2
+        return f"NoiseKey({self._source}, counter {self._counter})"
 
 
 def _derive(key: int, index: int) -> int:
     """Return the key of child ``index`` of ``key``, as a signed 64-bit integer."""
-    counter = torch.tensor([index & 0xFFFFFFFF, index >> 32, 0, _SPAWN_DOMAIN >> 32])
-    low, high = philox(counter, key & 0xFFFFFFFFFFFFFFFF)[:2].tolist()
-    return int.from_bytes((low | high << 32).to_bytes(8, "little"), "little", signed=True)
+    return int(derived_keys(key, torch.tensor([index]), _CHILDREN))

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dpkernels.ops.ahead_of_time import COMPILE_OPTIONS, AheadOfTimeCase
-from dpkernels.ops.noise.reference import ELEMENTS_PER_TILE, NEAR
+from dpkernels.ops.noise.reference import ELEMENTS_PER_TILE, NEAR, check_streams
 
 _ELEMENTS = tl.constexpr(ELEMENTS_PER_TILE)
 _LANES = tl.constexpr(ELEMENTS_PER_TILE // 4)
@@ -26,9 +26,13 @@ _NEAR = tl.constexpr(NEAR)
 # words is one 16-byte load and store. Static report: 16 elements a thread do not spill.
 _TILES = 32
 _WARPS = 4
-# Tiles in hand at once where words are continued: one lane a thread. All 32 would take 128
-# registers a thread of the NVIDIA targets instead of 40, in every program.
-_TILES_CONTINUED = tl.constexpr(8)
+# Tiles and warps for long rows, and for rows shorter than half of such a program: one warp, with as
+# many lanes a thread.
+_LONG_ROWS = (_TILES, _WARPS)
+_SHORT_ROWS = (8, 1)
+# The part of the tiles that is in hand at once where words are continued: one lane a thread. All
+# would take 128 registers a thread of the NVIDIA targets instead of 40, in every program.
+_PARTS_CONTINUED = tl.constexpr(4)
 _MASK = 0xFFFFFFFF
 
 
@@ -153,14 +157,35 @@ def _add_noisy_words(x, offsets, n, z0, z1, z2, z3, std, scale):
 
 
 @triton.jit
-def _add_continued_noise(x, first_tile, n, std, scale, k0, k1, c2, c3):
-    b0, b1, b2, b3, offsets = _blocks(first_tile, c2, c3, _TILES_CONTINUED)
+def _add_continued_noise(x, first_tile, n, std, scale, k0, k1, c2, c3, TILES: tl.constexpr):
+    b0, b1, b2, b3, offsets = _blocks(first_tile, c2, c3, TILES)
     w0, w1, w2, w3 = _philox(b0, b1, b2, b3, k0, k1)
     v0, v1, v2, _ = _philox(b0, b1 | 0x80000000, b2, b3, k0, k1)
     z0, z1 = _continued(w0, w1, v0, v1, v2)
     v0, v1, v2, _ = _philox(b0, b1 | 0xC0000000, b2, b3, k0, k1)
     z2, z3 = _continued(w2, w3, v0, v1, v2)
     _add_noisy_words(x, offsets, n, z0, z1, z2, z3, std, scale)
+
+
+@triton.jit
+def _add_noise_to_tiles(x, first, n, std, scale, k0, k1, c2, c3, TILES: tl.constexpr):
+    """Noise of the stream (k0, k1, c2, c3) for TILES tiles, from tile ``first`` on, of n elements.
+
+    std and scale are float64, or Python's numbers.
+    """
+    # The interpreter passes Python floats; adding them to a float64 zero keeps all their bits.
+    std = (tl.zeros((), tl.float64) + std).to(x.dtype.element_ty)
+    scale = (tl.zeros((), tl.float64) + scale).to(x.dtype.element_ty)
+    b0, b1, b2, b3, offsets = _blocks(first, c2, c3, TILES)
+    w0, w1, w2, w3 = _philox(b0, b1, b2, b3, k0, k1)
+    if tl.min(tl.minimum(_distance(w0, w1), _distance(w2, w3))) >= 2 * _NEAR:
+        z0, z1 = _box_muller(w0, w1)
+        z2, z3 = _box_muller(w2, w3)
+        _add_noisy_words(x, offsets, n, z0, z1, z2, z3, std, scale)
+    else:
+        part: tl.constexpr = TILES // _PARTS_CONTINUED
+        for tile in range(0, TILES, part):
+            _add_continued_noise(x, first + tile, n, std, scale, k0, k1, c2, c3, part)
 
 
 # Nothing is specialised on the values of key and counter, which change with every step.
@@ -178,31 +203,48 @@ def _add_noise_kernel(
     TILES: tl.constexpr,
 ):
     """Noise for TILES tiles of the ``vectors * VECTOR`` elements of x."""
-    n = vectors * VECTOR
     first = tl.program_id(0).to(tl.int64) * TILES
     k0, k1, c2, c3 = k0.to(tl.uint32), k1.to(tl.uint32), c2.to(tl.uint32), c3.to(tl.uint32)
-    # The interpreter passes Python floats; adding them to a float64 zero keeps all their bits.
-    std = (tl.zeros((), tl.float64) + std).to(x.dtype.element_ty)
-    scale = (tl.zeros((), tl.float64) + scale).to(x.dtype.element_ty)
-    b0, b1, b2, b3, offsets = _blocks(first, c2, c3, TILES)
-    w0, w1, w2, w3 = _philox(b0, b1, b2, b3, k0, k1)
-    if tl.min(tl.minimum(_distance(w0, w1), _distance(w2, w3))) >= 2 * _NEAR:
-        z0, z1 = _box_muller(w0, w1)
-        z2, z3 = _box_muller(w2, w3)
-        _add_noisy_words(x, offsets, n, z0, z1, z2, z3, std, scale)
-    else:
-        for tile in range(0, TILES, _TILES_CONTINUED):
-            _add_continued_noise(x, first + tile, n, std, scale, k0, k1, c2, c3)
+    _add_noise_to_tiles(x, first, vectors * VECTOR, std, scale, k0, k1, c2, c3, TILES)
 
 
-def _vector(x: Tensor) -> int:
+@triton.jit(do_not_specialize=["rows", "vectors", "stride", "programs"])
+def _add_row_noise_kernel(
+    x,
+    streams,
+    rows: tl.int64,
+    vectors: tl.int64,
+    stride: tl.int64,
+    programs: tl.int64,
+    std: tl.float64,
+    scale: tl.float64,
+    VECTOR: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Noise for TILES tiles of one row of ``vectors * VECTOR`` elements of x.
+
+    Rows begin ``stride * VECTOR`` elements apart, and each has so many programs. streams: int64
+    ``[2, rows]``, keys and counters.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    row = program // programs
+    first = program % programs * TILES
+    key, counter = tl.load(streams + row), tl.load(streams + rows + row)
+    k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    c2, c3 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
+    x += row * (stride * VECTOR)
+    _add_noise_to_tiles(x, first, vectors * VECTOR, std, scale, k0, k1, c2, c3, TILES)
+
+
+def _vector(x: Tensor, *numbers: int) -> int:
     """Return how many elements of ``x`` a thread can load at once: 16 bytes of them, or one.
 
-    The number of elements reaches the kernel in this unit, which tells the compiler that no
-    16-byte load goes beyond the end.
+    numbers: of elements, in a row and between rows, say. They reach the kernel in this unit, which
+        tells the compiler that no 16-byte load is unaligned or goes beyond the end.
     """
     vector = 16 // x.element_size()
-    return vector if x.numel() % vector == 0 and x.data_ptr() % 16 == 0 else 1
+    whole = all(number % vector == 0 for number in numbers)
+    return vector if whole and x.data_ptr() % 16 == 0 else 1
 
 
 def add_gaussian_noise_(xs: list[Tensor], std: float, key: int, counter: int, scale: float) -> None:
@@ -212,7 +254,7 @@ def add_gaussian_noise_(xs: list[Tensor], std: float, key: int, counter: int, sc
             continue
         flat = x.contiguous()
         stream = counter + index
-        vector = _vector(flat)
+        vector = _vector(flat, x.numel())
         grid = (triton.cdiv(x.numel(), _TILES * ELEMENTS_PER_TILE),)
         with torch.cuda.device_of(x):
             _add_noise_kernel[grid](
@@ -233,21 +275,57 @@ def add_gaussian_noise_(xs: list[Tensor], std: float, key: int, counter: int, sc
             x.copy_(flat)
 
 
+def add_row_noise_(x: Tensor, std: float, keys: Tensor, counters: Tensor, scale: float) -> None:
+    """``x_i <- scale * (x_i + std * z_i)`` for every row; row i takes (keys[i], counters[i]).
+
+    One launch. Rows are contiguous; keys and counters are on the CPU.
+    """
+    check_streams(keys, counters)
+    if x.numel() == 0:
+        return
+    n, stride = x[0].numel(), x.stride(0)
+    vector = _vector(x, n, stride)
+    tiles, warps = _SHORT_ROWS if 2 * n < _TILES * ELEMENTS_PER_TILE else _LONG_ROWS
+    programs = triton.cdiv(n, tiles * ELEMENTS_PER_TILE)
+    with torch.cuda.device_of(x):
+        _add_row_noise_kernel[(x.shape[0] * programs,)](
+            x,
+            torch.stack((keys, counters)).to(x.device),
+            x.shape[0],
+            n // vector,
+            stride // vector,
+            programs,
+            std,
+            scale,
+            VECTOR=vector,
+            TILES=tiles,
+            num_warps=warps,
+            **COMPILE_OPTIONS,
+        )
+
+
 def ahead_of_time_cases() -> list[AheadOfTimeCase]:
-    """Return every configuration in which ``add_gaussian_noise_`` launches its kernel."""
-    scalars = {"vectors": "i64", "std": "fp64", "scale": "fp64"}
-    scalars |= dict.fromkeys(("k0", "k1", "c2", "c3"), "u32")
+    """Return every configuration in which the kernels are launched."""
+    numbers = {"std": "fp64", "scale": "fp64", "vectors": "i64"}
+    stream = dict.fromkeys(("k0", "k1", "c2", "c3"), "u32")
+    rows = {"streams": "*i64", "rows": "i64", "stride": "i64", "programs": "i64"}
+    launches = (
+        (_add_noise_kernel, stream, (), _TILES, _WARPS),
+        (_add_row_noise_kernel, rows, ("streams",), *_LONG_ROWS),
+        (_add_row_noise_kernel, rows, ("streams",), *_SHORT_ROWS),
+    )
     return [
         AheadOfTimeCase(
-            kernel=_add_noise_kernel,
-            configuration=f"{dtype} {_TILES} tiles vector {vector}"
+            kernel=kernel,
+            configuration=f"{dtype} {tiles} tiles vector {vector}"
             + ("" if aligned else " unaligned"),
-            signature={"x": f"*{dtype}", **scalars},
-            constexprs={"VECTOR": vector, "TILES": _TILES},
-            num_warps=_WARPS,
+            signature={"x": f"*{dtype}", **numbers, **arguments},
+            constexprs={"VECTOR": vector, "TILES": tiles},
+            num_warps=warps,
             bytes_per_element=2 * size,
-            aligned=("x",) if aligned else (),
+            aligned=(*also, "x") if aligned else also,
         )
+        for kernel, arguments, also, tiles, warps in launches
         for dtype, size in (("fp32", 4), ("fp64", 8))
         for vector, aligned in ((16 // size, True), (1, True), (1, False))
     ]
