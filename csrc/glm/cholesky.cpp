@@ -19,11 +19,13 @@ constexpr int64_t kPanel = 64;
 namespace dpk {
 
 template <class T>
-Cholesky<T>::Cholesky(int64_t n)
-    : n_(n),
-      matrix_(new T[n * n]),
-      negated_(new T[n * kPanel]),
-      gemm_(new char[gemm_workspace_bytes<T>()]) {}
+void Cholesky<T>::resize(int64_t n) {
+  n_ = n;
+  if (n * n <= capacity_) return;
+  capacity_ = n * n;
+  matrix_.reset(new T[n * n]);
+  negated_.reset(new T[n * kPanel]);
+}
 
 template <class T>
 int64_t Cholesky<T>::factorise(double gamma) {
@@ -33,22 +35,40 @@ int64_t Cholesky<T>::factorise(double gamma) {
   for (int64_t k = 0; k < n_; k += kPanel) {
     const int64_t rows = std::min(kPanel, n_ - k);
     T* const diagonal = u + k * n_ + k;
-    if (k > 0) {
-      DPK_FOR_ISA(isa, negate_columns<T>)(u + k, n_, k, rows, negated_.get());
-      gemm<T>(rows, n_ - k, k, {negated_.get(), 1, rows}, {u + k, n_, 1}, diagonal, n_,
-              /*accumulate=*/true, gemm_.get());
-    }
+    if (k > 0) subtract_rows_above(k, rows, u + k, n_, n_ - k);
     const int64_t failed = DPK_FOR_ISA(isa, factorise_block<T>)(diagonal, n_, rows);
     if (failed != 0) return k + failed;
     DPK_FOR_ISA(isa, substitute_panel<T>)
-    (diagonal, n_, rows, diagonal + rows, n_ - k - rows);
+    (diagonal, n_, rows, diagonal + rows, n_, n_ - k - rows);
   }
   return 0;
 }
 
 template <class T>
-void Cholesky<T>::solve(T* x) const {
-  DPK_FOR_ISA(active_isa(), substitute_vector<T>)(matrix_.get(), n_, x);
+void Cholesky<T>::subtract_rows_above(int64_t k, int64_t rows, T* panel, int64_t ld, int64_t cols) {
+  DPK_FOR_ISA(active_isa(), negate_columns<T>)(matrix_.get() + k, n_, k, rows, negated_.get());
+  gemm<T>(rows, cols, k, {negated_.get(), 1, rows}, {panel, ld, 1}, panel + k * ld, ld,
+          /*accumulate=*/true);
+}
+
+template <class T>
+void Cholesky<T>::solve_left(T* panel, int64_t ld, int64_t cols) {
+  for (int64_t k = 0; k < n_; k += kPanel) {
+    const int64_t rows = std::min(kPanel, n_ - k);
+    if (k > 0) subtract_rows_above(k, rows, panel, ld, cols);
+    DPK_FOR_ISA(active_isa(), substitute_panel<T>)
+    (matrix_.get() + k * n_ + k, n_, rows, panel + k * ld, ld, cols);
+  }
+}
+
+template <class T>
+void Cholesky<T>::solve_left(T* x) const {
+  DPK_FOR_ISA(active_isa(), substitute_forwards<T>)(matrix_.get(), n_, x);
+}
+
+template <class T>
+void Cholesky<T>::solve_right(T* x) const {
+  DPK_FOR_ISA(active_isa(), substitute_backwards<T>)(matrix_.get(), n_, x);
 }
 
 template class Cholesky<float>;

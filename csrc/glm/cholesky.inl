@@ -70,10 +70,10 @@ void substitute_strip(const T* u, int64_t ld, int64_t n, typename VectorOf<T>::t
   }
 }
 
-// panel [n, cols], rows ld apart = U^-T panel, for n <= kPanel. Columns go through a strip that
-// stays in the first-level cache; the last one is filled up with zeros.
+// panel [n, cols], rows ld_panel apart = U^-T panel, for n <= kPanel. Columns go through a strip
+// that stays in the first-level cache; the last one is filled up with zeros.
 template <class T>
-void substitute_panel(const T* u, int64_t ld, int64_t n, T* panel, int64_t cols) {
+void substitute_panel(const T* u, int64_t ld, int64_t n, T* panel, int64_t ld_panel, int64_t cols) {
   using V = typename VectorOf<T>::type;
   constexpr int64_t kWidth = 2 * sizeof(V) / sizeof(T);
   V strip[kPanel][2];
@@ -81,11 +81,11 @@ void substitute_panel(const T* u, int64_t ld, int64_t n, T* panel, int64_t cols)
     const int64_t width = cols - j < kWidth ? cols - j : kWidth;
     for (int64_t r = 0; r < n; ++r) {
       if (width < kWidth) strip[r][0] = strip[r][1] = V{};
-      __builtin_memcpy(strip[r], panel + r * ld + j, width * sizeof(T));
+      __builtin_memcpy(strip[r], panel + r * ld_panel + j, width * sizeof(T));
     }
     substitute_strip<T>(u, ld, n, strip);
     for (int64_t r = 0; r < n; ++r) {
-      __builtin_memcpy(panel + r * ld + j, strip[r], width * sizeof(T));
+      __builtin_memcpy(panel + r * ld_panel + j, strip[r], width * sizeof(T));
     }
   }
 }
@@ -97,18 +97,22 @@ void negate_columns(const T* matrix, int64_t ld, int64_t rows, int64_t cols, T* 
   }
 }
 
-// x [n] = (U^T U)^-1 x. Rows of U are read in order: forwards, each subtracted from what is still
-// to come; backwards, each a dot product with what is done.
+// x [n] = U^-T x: rows of U are read in order, each subtracted from what is still to come.
 template <class T>
-void substitute_vector(const T* u, int64_t n, T* x) {
-  using V = typename VectorOf<T>::type;
-  constexpr int64_t kWidth = sizeof(V) / sizeof(T);
+void substitute_forwards(const T* u, int64_t n, T* x) {
   for (int64_t r = 0; r < n; ++r) {
     const T* const row = u + r * n;
     const T value = x[r] / row[r];
     x[r] = value;
     for (int64_t j = r + 1; j < n; ++j) x[j] -= value * row[j];
   }
+}
+
+// x [n] = U^-1 x: each row of U is a dot product with what is done.
+template <class T>
+void substitute_backwards(const T* u, int64_t n, T* x) {
+  using V = typename VectorOf<T>::type;
+  constexpr int64_t kWidth = sizeof(V) / sizeof(T);
   for (int64_t r = n - 1; r >= 0; --r) {
     const T* const row = u + r * n;
     V sums = V{};

@@ -5,6 +5,7 @@
 
 #include "common/element.h"
 #include "common/gemm.h"
+#include "glm/thin_product.h"
 #define DPK_KERNELS "glm/conjugate_gradients.inl"
 #include "common/for_each_isa.h"
 
@@ -22,13 +23,12 @@ ConjugateGradients<T>::ConjugateGradients(int64_t classes, int64_t features, int
 
 template <class T>
 void ConjugateGradients<T>::apply(const HessianOperator<T>& hessian, const T* v, T* out) {
-  const MatrixView<T> x{hessian.x, hessian.row_stride, 1};
-  gemm<T>(classes_, hessian.count, features_, {v, features_, 1}, x.transposed(), scores_.get(),
-          hessian.count, /*accumulate=*/false, gemm_.get());
+  few_rows_product<T>(classes_, hessian.count, features_, v, features_, hessian.xt, hessian.xt_ld,
+                      /*padded=*/true, scores_.get(), hessian.count, gemm_.get());
   DPK_FOR_ISA(active_isa(), curve_scores<T>)
   (hessian.table, classes_, hessian.count, scores_.get());
-  gemm<T>(classes_, features_, hessian.count, {scores_.get(), hessian.count, 1}, x, out, features_,
-          /*accumulate=*/false, gemm_.get());
+  few_rows_product<T>(classes_, features_, hessian.count, scores_.get(), hessian.count, hessian.x,
+                      hessian.row_stride, /*padded=*/false, out, features_, gemm_.get());
   DPK_FOR_ISA(active_isa(), add_scaled<T>)(out, T(hessian.gamma), v, classes_ * features_);
 }
 

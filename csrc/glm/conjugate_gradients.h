@@ -16,6 +16,8 @@ struct HessianOperator {
   ClassPair<T> table;
   const T* x;
   int64_t row_stride;
+  const T* xt;  // the transpose of x, [features, xt_ld], filled up with zeros
+  int64_t xt_ld;
   int64_t count;
   double gamma;
 };
@@ -31,9 +33,10 @@ class ConjugateGradients {
   // |v - (H + gamma I) y| / |v| of the last solution, computed from it; 0 for v = 0.
   double residual() const { return residual_; }
 
- private:
+  // out = (H + gamma I) v.
   void apply(const HessianOperator<T>& hessian, const T* v, T* out);
 
+ private:
   int64_t classes_, features_;
   std::unique_ptr<T[]> scores_, remainder_, direction_, image_;
   std::unique_ptr<char[]> gemm_;

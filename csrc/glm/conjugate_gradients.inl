@@ -27,8 +27,16 @@ void curve_scores(const ClassPair<T>& table, int64_t classes, int64_t count, T* 
 template <class T>
 double dot(const T* a, const T* b, int64_t n) {
   constexpr int kWidth = DPK_VECTOR_BYTES / 8;
-  vd sums = vd{};
+  // Four chains: one would wait for its own last addition.
+  vd chains[4] = {};
   int64_t j = 0;
+  for (; j + 4 * kWidth <= n; j += 4 * kWidth) {
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) {
+      chains[k] += load_double(a + j + k * kWidth) * load_double(b + j + k * kWidth);
+    }
+  }
+  vd sums = (chains[0] + chains[1]) + (chains[2] + chains[3]);
   for (; j + kWidth <= n; j += kWidth) sums += load_double(a + j) * load_double(b + j);
   double total = 0;
   for (; j < n; ++j) total += double(a[j]) * double(b[j]);

@@ -10,6 +10,7 @@
 #include "glm/conjugate_gradients.h"
 #include "glm/glm.h"
 #include "glm/gram.h"
+#include "glm/low_rank.h"
 #include "glm/records.h"
 
 namespace dpk {
@@ -23,15 +24,6 @@ void share_clients(int64_t clients, const Executor& executor, Body&& body) {
                 [&](int task) { body(clients * task / tasks, clients * (task + 1) / tasks); });
 }
 
-template <class T>
-int64_t most_records(const ClientRecords<T>& records) {
-  int64_t most = 0;
-  for (int64_t i = 0; i < records.clients; ++i) {
-    most = std::max(most, records.spans[2 * i + 1] - records.spans[2 * i]);
-  }
-  return most;
-}
-
 // The probabilities and Hessian factors of one client at a time.
 template <class T>
 class ClientTable {
@@ -40,18 +32,27 @@ class ClientTable {
       : records_(records),
         bound_(hessian_bound),
         sq_norms_(hessian_sq_norms),
-        ld_(std::max<int64_t>(1, most_records(records))),
+        ld_(std::max(kRecordLanes, padded_records(most_records(records)))),
         p_(new T[records.classes * ld_]),
         q_(new T[records.classes * ld_]),
         factors_(new T[ld_]),
+        xt_(new T[records.features * ld_]),
         scratch_(records.classes, records.features) {}
 
   FiniteRows<T> load(int64_t client) {
     const int64_t begin = records_.spans[2 * client], end = records_.spans[2 * client + 1];
-    const RecordTable<T> table{ld_,     p_.get(),         q_.get(), nullptr, factors_.get(),
-                               nullptr, sq_norms_ + begin};
-    tabulate_records(records_, client, begin, end, {1.0, bound_}, table, scratch_);
-    return FiniteRows<T>(records_, begin, end);
+    const RecordTable<T> table{ld_,     p_.get(),          q_.get(),  nullptr, factors_.get(),
+                               nullptr, sq_norms_ + begin, xt_.get(), ld_};
+    const bool finite =
+        tabulate_records(records_, client, begin, end, {1.0, bound_}, table, scratch_);
+    FiniteRows<T> x(records_, begin, end, finite);
+    if (!finite) transpose(x.data, x.row_stride, x.count, records_.features, xt_.get(), ld_);
+    return x;
+  }
+
+  // The damped Hessian of the client that was loaded last; x is what load() returned.
+  HessianOperator<T> hessian(const FiniteRows<T>& x, double gamma) const {
+    return {pair(0, 0), x.data, x.row_stride, xt_.get(), ld_, x.count, gamma};
   }
 
   ClassPair<T> pair(int64_t a, int64_t b) const {
@@ -63,7 +64,7 @@ class ClientTable {
   double bound_;
   double* sq_norms_;
   int64_t ld_;
-  std::unique_ptr<T[]> p_, q_, factors_;
+  std::unique_ptr<T[]> p_, q_, factors_, xt_;
   RecordScratch<T> scratch_;
 };
 
@@ -164,15 +165,25 @@ void glm_newton(const ClientRecords<T>& records, double hessian_bound, const T* 
   std::fill(hessian_sq_norms, hessian_sq_norms + records.rows, 0.0);
   share_clients(records.clients, executor, [&](int64_t begin, int64_t end) {
     ClientTable<T> table(records, hessian_bound, hessian_sq_norms);
-    ReducedSystem<T> system(records.classes, records.features);
+    LowRankSystem<T> low_rank(records.classes, records.features);
+    std::unique_ptr<ReducedSystem<T>> system;
     for (int64_t client = begin; client < end; ++client) {
       const FiniteRows<T> x = table.load(client);
+      const T* const rhs = v + client * n;
       T* const y = solutions + client * n;
-      failed[client] = system.factorise(table, x, gammas[client]);
+      failed[client] = 0;
+      if (LowRankSystem<T>::pays(records.classes, records.features, x.count)) {
+        const HessianOperator<T> hessian = table.hessian(x, gammas[client]);
+        if (low_rank.factorise(hessian) && low_rank.solve(hessian, rhs, y)) continue;
+      }
+      if (system == nullptr) {
+        system = std::make_unique<ReducedSystem<T>>(records.classes, records.features);
+      }
+      failed[client] = system->factorise(table, x, gammas[client]);
       if (failed[client] != 0) {
         std::fill(y, y + n, std::numeric_limits<T>::quiet_NaN());
       } else {
-        system.solve(v + client * n, gammas[client], y);
+        system->solve(rhs, gammas[client], y);
       }
     }
   });
@@ -189,8 +200,7 @@ void glm_newton_cg(const ClientRecords<T>& records, double hessian_bound, const 
     ConjugateGradients<T> solver(records.classes, records.features, most_records(records));
     for (int64_t client = begin; client < end; ++client) {
       const FiniteRows<T> x = table.load(client);
-      const HessianOperator<T> hessian{table.pair(0, 0), x.data, x.row_stride, x.count,
-                                       gammas[client]};
+      const HessianOperator<T> hessian = table.hessian(x, gammas[client]);
       iterations[client] = solver.solve(hessian, v + client * n, limits, solutions + client * n);
       residuals[client] = solver.residual();
     }

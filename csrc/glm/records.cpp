@@ -12,63 +12,72 @@
 namespace dpk {
 namespace {
 
-// The logits of a block, [classes, kRecordBlock], into scratch.p.
+// The weights of a client as doubles.
 template <class T>
-void block_logits(const ClientRecords<T>& records, const T* theta, const T* x, int64_t count,
-                  RecordScratch<T>& scratch) {
-  const int64_t features = records.features;
-  const double* wide_theta;
-  MatrixView<double> wide_x;
-  if constexpr (std::is_same_v<T, float>) {
-    const auto widen = DPK_FOR_ISA(active_isa(), widen_rows);
-    widen(theta, features, records.classes, features, scratch.theta.get());
-    widen(x, records.row_stride, count, features, scratch.x.get());
-    wide_theta = scratch.theta.get();
-    wide_x = {scratch.x.get(), features, 1};
+const double* wide_weights(const ClientRecords<T>& records, const T* theta,
+                           RecordScratch<T>& scratch) {
+  if constexpr (std::is_same_v<T, double>) {
+    return theta;
   } else {
-    wide_theta = theta;
-    wide_x = {x, records.row_stride, 1};
+    if (scratch.widened != theta) {
+      DPK_FOR_ISA(active_isa(), widen_rows)
+      (theta, records.features, records.classes, records.features, scratch.theta.get());
+      scratch.widened = theta;
+    }
+    return scratch.theta.get();
   }
-  // The lanes of the last vector that hold no record.
-  DPK_FOR_ISA(active_isa(), fill_columns)(records.classes, count, kRecordBlock, scratch.p.get());
-  gemm<double>(records.classes, count, features, {wide_theta, features, 1}, wide_x.transposed(),
-               scratch.p.get(), kRecordBlock, /*accumulate=*/false, scratch.gemm.get());
+}
+
+// The logits of a block, [classes, kRecordBlock], into scratch.p, and |x|^2 into scratch.sq_norms.
+// Returns whether all of those are finite.
+template <class T>
+bool block_logits(const ClientRecords<T>& records, const T* theta, const T* x, int64_t count,
+                  const RecordTable<T>& table, RecordScratch<T>& scratch) {
+  const int64_t features = records.features, padded = padded_records(count);
+  const bool kept = table.xt != nullptr;
+  T* const xt = kept ? table.xt : scratch.xt.get();
+  const int64_t ld = kept ? table.xt_ld : kRecordBlock;
+  transpose(x, records.row_stride, count, features, xt, ld);
+  const double* const weights = wide_weights(records, theta, scratch);
+  DPK_FOR_ISA(active_isa(), logits_and_squares<T>)
+  (records.classes, padded, features, weights, xt, ld, scratch.p.get(), scratch.sq_norms.get());
+  // Zero times what is not finite is not zero.
+  double none = 0;
+  for (int64_t i = 0; i < count; ++i) none += 0.0 * scratch.sq_norms[i];
+  return none == 0;
 }
 
 template <class T>
-void tabulate_block(const ClientRecords<T>& records, int64_t client, int64_t begin, int64_t count,
+bool tabulate_block(const ClientRecords<T>& records, int64_t client, int64_t begin, int64_t count,
                     ClipBounds bounds, const RecordTable<T>& table, RecordScratch<T>& scratch) {
   const Isa isa = active_isa();
   const T* x = records.x + begin * records.row_stride;
   const int64_t* labels = records.labels == nullptr ? nullptr : records.labels + begin;
   const int64_t classes = records.classes;
   double *const p = scratch.p.get(), *const q = scratch.q.get();
-  block_logits(records, records.theta + client * records.theta_stride, x, count, scratch);
+  const double* const squares = scratch.sq_norms.get();
+  const bool finite = block_logits(records, records.theta + client * records.theta_stride, x, count,
+                                   table, scratch);
   DPK_FOR_ISA(isa, softmax_block)
   (classes, count, labels, p, q, scratch.gradient.get(), scratch.hessian.get());
-  row_squares(x, records.row_stride, count, records.features, scratch.sq_norms.get());
   T* const factors = scratch.factors.get();
+  const auto norms = DPK_FOR_ISA(isa, multiply_norms);
+  const auto clip = DPK_FOR_ISA(isa, factors_of_norms<T>);
   if (table.gradient_sq_norms != nullptr) {
-    for (int64_t i = 0; i < count; ++i) {
-      const double sq_norm = (scratch.gradient[i] + kLostSquares) * scratch.sq_norms[i];
-      table.gradient_sq_norms[i] = sq_norm;
-      factors[i] = clip_factor_of<T>(sq_norm, bounds.gradient);
-    }
+    norms(count, scratch.gradient.get(), squares, /*twice=*/false, table.gradient_sq_norms);
     if (table.residuals != nullptr) {
+      clip(count, table.gradient_sq_norms, bounds.gradient, factors);
       DPK_FOR_ISA(isa, store_residuals<T>)
       (classes, count, p, q, labels, factors, table.residuals, table.ld);
     }
   }
-  if (table.hessian_sq_norms == nullptr) return;
-  for (int64_t i = 0; i < count; ++i) {
-    const double square = scratch.sq_norms[i];
-    table.hessian_sq_norms[i] = (scratch.hessian[i] + kLostSquares) * square * square;
-    factors[i] = clip_factor_of<T>(table.hessian_sq_norms[i], bounds.hessian);
-    if (table.hessian_factors != nullptr) table.hessian_factors[i] = factors[i];
-  }
-  if (table.p == nullptr) return;
-  DPK_FOR_ISA(isa, store_table<T>)(classes, count, p, factors, table.p, table.ld);
-  DPK_FOR_ISA(isa, store_table<T>)(classes, count, q, factors, table.q, table.ld);
+  if (table.hessian_sq_norms == nullptr) return finite;
+  norms(count, scratch.hessian.get(), squares, /*twice=*/true, table.hessian_sq_norms);
+  if (table.p == nullptr) return finite;
+  clip(count, table.hessian_sq_norms, bounds.hessian, table.hessian_factors);
+  DPK_FOR_ISA(isa, store_table<T>)(classes, count, p, table.hessian_factors, table.p, table.ld);
+  DPK_FOR_ISA(isa, store_table<T>)(classes, count, q, table.hessian_factors, table.q, table.ld);
+  return finite;
 }
 
 }  // namespace
@@ -85,31 +94,34 @@ template <class T>
 RecordScratch<T>::RecordScratch(int64_t classes, int64_t features)
     : p(new double[classes * kRecordBlock]),
       q(new double[classes * kRecordBlock]),
+      theta(new double[std::is_same_v<T, double> ? 0 : classes * features]),
       sq_norms(new double[kRecordBlock]),
       gradient(new double[kRecordBlock]),
       hessian(new double[kRecordBlock]),
       factors(new T[kRecordBlock]),
-      gemm(new char[gemm_workspace_bytes<double>()]) {
-  if constexpr (std::is_same_v<T, float>) {
-    theta.reset(new double[classes * features]);
-    x.reset(new double[kRecordBlock * features]);
-  }
-}
+      xt(new T[kRecordBlock * features]) {}
 
 template <class T>
-void tabulate_records(const ClientRecords<T>& records, int64_t client, int64_t begin, int64_t end,
+bool tabulate_records(const ClientRecords<T>& records, int64_t client, int64_t begin, int64_t end,
                       ClipBounds bounds, const RecordTable<T>& table, RecordScratch<T>& scratch) {
+  bool finite = true;
   for (int64_t row = begin; row < end; row += kRecordBlock) {
-    tabulate_block(records, client, row, std::min(kRecordBlock, end - row), bounds,
-                   table.from(row - begin), scratch);
+    finite &= tabulate_block(records, client, row, std::min(kRecordBlock, end - row), bounds,
+                             table.from(row - begin), scratch);
   }
+  return finite;
 }
 
 template <class T>
 FiniteRows<T>::FiniteRows(const ClientRecords<T>& records, int64_t begin, int64_t end)
+    : FiniteRows(records, begin, end, false) {}
+
+template <class T>
+FiniteRows<T>::FiniteRows(const ClientRecords<T>& records, int64_t begin, int64_t end, bool known)
     : data(records.x + begin * records.row_stride),
       row_stride(records.row_stride),
       count(end - begin) {
+  if (known) return;
   const int64_t features = records.features;
   std::vector<double> squares(count);
   row_squares(data, row_stride, count, features, squares.data());
@@ -129,12 +141,18 @@ void row_squares(const T* x, int64_t row_stride, int64_t count, int64_t features
   DPK_FOR_ISA(active_isa(), squares_of_rows<T>)(x, row_stride, count, features, squares);
 }
 
+template <class T>
+void transpose(const T* x, int64_t row_stride, int64_t count, int64_t features, T* xt, int64_t ld) {
+  DPK_FOR_ISA(active_isa(), transpose_rows<T>)(x, row_stride, count, features, xt, ld);
+}
+
 #define DPK_INSTANTIATE(T)                                                              \
   template class RecordScratch<T>;                                                      \
   template class FiniteRows<T>;                                                         \
   template T clip_factor_of<T>(double, double);                                         \
+  template void transpose<T>(const T*, int64_t, int64_t, int64_t, T*, int64_t);         \
   template void row_squares<T>(const T*, int64_t, int64_t, int64_t, double*);           \
-  template void tabulate_records<T>(const ClientRecords<T>&, int64_t, int64_t, int64_t, \
+  template bool tabulate_records<T>(const ClientRecords<T>&, int64_t, int64_t, int64_t, \
                                     ClipBounds, const RecordTable<T>&, RecordScratch<T>&);
 DPK_INSTANTIATE(float)
 DPK_INSTANTIATE(double)

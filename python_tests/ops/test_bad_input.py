@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from dpkernels.ops import clip
-from dpkernels.ops.noise import NoiseKey, add_gaussian_noise_
+from dpkernels.ops.noise import NoiseKey, add_gaussian_noise_, add_row_noise_
 from python_tests.ops import clip_cases
 
-OPERATIONS = (*clip_cases.OPERATIONS, "add_gaussian_noise_")
+OPERATIONS = (*clip_cases.OPERATIONS, "add_gaussian_noise_", "add_row_noise_")
 
 NAN, INF = math.nan, math.inf
 ROWS = torch.arange(12.0).view(3, 4)
@@ -258,3 +258,74 @@ def test_one_bad_tensor_of_many_leaves_all_unchanged(backend: str, bad: int) -> 
     xs = [torch.ones(5) for _ in range(3)]
     xs[bad] = torch.ones(1).expand(5)
     refuses("several elements at one address", add_gaussian_noise_, xs, 1.0, 1, 0)
+
+
+def _rows() -> Tensor:
+    return torch.full((3, 4), 7.0)
+
+
+def _inference_rows() -> Tensor:
+    with torch.inference_mode():
+        return _rows()
+
+
+BAD_ROWS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "half": (lambda: _rows().half(), {}, "x must be float32 or float64, got torch.float16"),
+    "integers": (lambda: _rows().long(), {}, "x must be float32 or float64.*int64.*then convert"),
+    "scalar": (lambda: torch.tensor(7.0), {}, r"x must be \[k, ...\], a row for each key"),
+    "transposed": (
+        lambda: torch.full((4, 3), 7.0).t(),
+        {},
+        r"x must have contiguous rows, got shape \[3, 4\] with strides \[1, 3\]; pass x.contig",
+    ),
+    "every other": (lambda: torch.full((3, 8), 7.0)[:, ::2], {}, "x must have contiguous rows"),
+    "inner": (lambda: torch.full((3, 2, 4), 7.0)[..., :2], {}, "x must have contiguous rows"),
+    "expanded": (lambda: torch.ones(4).expand(3, 4), {}, r"x of shape \[3, 4\] has several"),
+    "windows": (lambda: torch.ones(9).as_strided((3, 4), (2, 1)), {}, "has several elements at"),
+    "leaf": (lambda: _rows().requires_grad_(), {}, "x requires grad.*x.detach"),
+    "inference": (_inference_rows, {}, "x is an inference tensor"),
+    "std < 0": (_rows, {"std": -1.0}, "std must be a finite number >= 0, got -1"),
+    "std nan": (_rows, {"std": NAN}, "std must be a finite number >= 0, got nan"),
+    "std lost": (_rows, {"std": 1e-50}, "std must be 0 or from 1.17549e-38"),
+    "std huge": (_rows, {"std": 1e39}, r"for torch.float32, got 1e\+39"),
+    "scale": (_rows, {"scale": INF}, "scale must be a finite number, got inf"),
+    "few keys": (_rows, {"keys": torch.arange(2)}, r"keys must be int64 \[3\] on.*got \[2\]"),
+    "columns": (_rows, {"keys": torch.zeros(3, 1).long()}, r"keys must be .*got \[3, 1\]"),
+    "int32": (_rows, {"keys": torch.arange(3).int()}, "keys must be int64.*int32.*RowKeys"),
+    "counters": (_rows, {"counters": torch.ones(3)}, "counters must be int64.*float32"),
+    "away": (_rows, {"counters": torch.ones(3, device="meta").long()}, "on the CPU.*on meta"),
+    "negative": (_rows, {"counters": torch.tensor([0, 1, -1])}, r"in \[0, 2\^63\), got a neg"),
+    "least": (_rows, {"counters": torch.tensor([-(2**63), 1, 0])}, "got a negative one; RowKeys"),
+    "twice": (
+        _rows,
+        {"keys": torch.tensor([7, 5, 7]), "counters": torch.tensor([9, 9, 9])},
+        "two rows have the same key and counter, so that their difference would show the data",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_row_noise(backend: str, name: str) -> None:
+    make, changed, match = BAD_ROWS[name]
+    arguments = {"std": 1.0, "keys": torch.arange(3), "counters": torch.zeros(3).long(), **changed}
+    refuses(match, add_row_noise_, make(), **arguments)
+
+
+def test_rows_without_elements_are_checked_too(backend: str) -> None:
+    same = torch.zeros(3).long()
+    refuses("same key and counter", add_row_noise_, torch.zeros(3, 0), 1.0, same, same)
+
+
+def test_row_noise_shares_no_memory(backend: str) -> None:
+    keys = torch.arange(6)
+    x = keys[:2].view(torch.float64).view(2, 1)
+    refuses("x shares memory", add_row_noise_, x, 1.0, keys[:2], torch.zeros(2).long())
+    refuses("x shares memory", add_row_noise_, x, 1.0, torch.arange(2), keys[1:3])
+
+
+def test_no_message_tells_a_key(backend: str) -> None:
+    keys = torch.tensor([1234567890, 1234567890])
+    for counters in ([987654321, 987654321], [0, -987654321]):
+        with pytest.raises(ValueError, match="RowKeys") as raised:
+            add_row_noise_(torch.zeros(2, 3), 1.0, keys, torch.tensor(counters))
+        assert "12345" not in str(raised.value) and "98765" not in str(raised.value)

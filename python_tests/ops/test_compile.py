@@ -14,11 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import dpkernels
 from dpkernels import backend as backends
 from dpkernels.ops import clip
-from dpkernels.ops.noise import add_gaussian_noise_
+from dpkernels.ops.noise import add_gaussian_noise_, add_row_noise_
 from python_tests.conftest import running_on
 from python_tests.ops import clip_cases as cases
 
-OPERATIONS = (*cases.OPERATIONS, "add_gaussian_noise_")
+OPERATIONS = (*cases.OPERATIONS, "add_gaussian_noise_", "add_row_noise_")
 
 operators = torch.ops.dpkernels
 
@@ -68,11 +68,14 @@ def test_opcheck_of_the_clip_operators(batch: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_opcheck_of_the_noise_operator(dtype: torch.dtype) -> None:
+def test_opcheck_of_the_noise_operators(dtype: torch.dtype) -> None:
     strided = torch.zeros(8, 6, dtype=dtype)[:, ::2]
     for xs in ([], [torch.zeros(65, dtype=dtype)], [torch.zeros((), dtype=dtype), strided]):
         arguments = (xs, 1.5, -(2**63) + 1, 2**40, 0.5)
         torch.library.opcheck(operators.add_gaussian_noise_.default, arguments)
+    for x in (torch.zeros(0, 5, dtype=dtype), torch.zeros(4, 80, dtype=dtype)[:, 5:70]):
+        streams = torch.arange(2 * len(x)).view(2, -1) - torch.tensor([[2**62], [0]])
+        torch.library.opcheck(operators.add_row_noise_.default, (x, 1.5, *streams, 0.5))
 
 
 def norms_and_factors(grads: Any) -> Tensor:
@@ -111,7 +114,15 @@ def clipped_layers(grads: Any) -> Any:
     return out
 
 
-FUNCTIONS = [norms_and_factors, weighted, weighted_into, clipped, clipped_layers]
+def noisy_rows(grads: Any) -> Any:
+    """Noise for every row, of streams that are made in the graph."""
+    rows = grads[0].float() * 2
+    counters = torch.arange(len(rows))
+    add_row_noise_(rows, 0.5, counters // 2 - 2, counters, scale=3.0)
+    return rows - 1
+
+
+FUNCTIONS = [norms_and_factors, weighted, weighted_into, clipped, clipped_layers, noisy_rows]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -160,6 +171,21 @@ def test_counters_and_keys_do_not_compile_again(compilable: str) -> None:
             assert torch.equal(x, eager)
     # Once with the first numbers as constants, then with symbols: of either sign of the key.
     assert counting.frame_count <= 3
+
+
+@pytest.mark.parametrize(
+    ("counters", "match"), [([5, 5], "same key and counter"), ([5, -1], "a negative one")]
+)
+def test_a_compiled_function_refuses_streams_too(
+    compilable: str, counters: list[int], match: str
+) -> None:
+    compiled = torch.compile(add_row_noise_, fullgraph=True, backend="aot_eager")
+    keys, x = torch.tensor([3, 3]), torch.ones(2, 70)
+    compiled(x, 1.0, keys, torch.tensor([5, 6]))
+    before = x.clone()
+    with pytest.raises((ValueError, RuntimeError), match=match):
+        compiled(x, 1.0, keys, torch.tensor(counters))
+    assert torch.equal(x, before)
 
 
 def test_changing_batch_sizes_do_not_compile_again(compilable: str) -> None:

@@ -310,6 +310,15 @@ def add_gaussian_noise_(draw: Draw) -> Arguments:
     return [xs, draw.number(), key, counter, draw.number()]
 
 
+@call
+def add_row_noise_(draw: Draw) -> Arguments:
+    dtype, rows, n = draw.one_of(COMPILED_FLOATS), draw.size(), draw.size(most=400)
+    x = draw.output(rows, n + draw.random.randint(0, 3), dtype=dtype)
+    keys = draw.integers(rows, below=2**63 - 1)  # of a view that is expanded all are the same
+    counters = draw.random.randint(0, 2**62) + torch.arange(rows)
+    return [x[:, x.shape[1] - n :], draw.number(), keys, counters, draw.number()]
+
+
 def _matrices(draw: Draw) -> list[Tensor]:
     dtype = draw.one_of(COMPILED_FLOATS)
     count = draw.random.randint(0, 3)

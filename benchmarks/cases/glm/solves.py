@@ -18,7 +18,9 @@ from benchmarks.cases.glm.data import (
     probabilities,
     records_of,
 )
-from benchmarks.registry import Case, Form, Inputs, Outputs, Target
+from benchmarks.cases.glm.rounds import CHOLESKY_LOOP, cg_loop, hessian_bounds, newton_loop
+from benchmarks.cases.glm.rounds import LOOP as CLIENTS
+from benchmarks.registry import Case, Form, Inputs, Outputs, Target, poisoned
 from dpkernels.ops.glm import Records, newton_step, newton_step_cg, solve
 
 LOOP = "Python loop of torch.linalg.solve"
@@ -188,6 +190,15 @@ def newton_case(size: Size, target: Target) -> Case:
         plain=(
             form(LOOP, _lu, 1),
             form("Python loop of cholesky_ex, cholesky_solve", _cholesky, 1),
+            Form(
+                CHOLESKY_LOOP,
+                newton_loop,
+                lambda i: (
+                    *(i[0], i[2], i[3], hessian_bounds(i)),
+                    poisoned(size.width, size.width, like=i[0]),
+                ),
+                compilable=False,
+            ),
             form("batched torch.linalg.solve", _lu, GROUP),
             form("batched cholesky_ex, cholesky_solve", _cholesky, GROUP),
         ),
@@ -216,7 +227,7 @@ def _batched_cg(x: Tensor, theta: Tensor, v: Tensor) -> Outputs:
     return [y.flatten(1)]
 
 
-def cg_case(size: Size) -> Case:
+def cg_case(size: Size, target: Target) -> Case:
     """The same systems without any Hessian."""
 
     def ours(records: Records, theta: Tensor, v: Tensor) -> Outputs:
@@ -243,6 +254,18 @@ def cg_case(size: Size) -> Case:
         flops=iterations * 4 * size.clients * size.records * size.width,
         bound="gemm",
         ours=Form("dpkernels", ours, lambda i: (records_of(i), i[2], i[3])),
-        plain=(Form("batched bmm", _batched_cg, lambda i: (i[0], i[2], i[3]), compilable=False),),
+        plain=(
+            Form("batched bmm", _batched_cg, lambda i: (i[0], i[2], i[3]), compilable=False),
+            Form(
+                CLIENTS,
+                cg_loop,
+                lambda i: (
+                    *(i[0], i[2], i[3], hessian_bounds(i)),
+                    *(poisoned(*i[3].shape, like=i[3]), CG_TOLERANCE, CG_ITERATIONS),
+                ),
+                compilable=False,
+            ),
+        ),
         truth=_newton_truth,
+        target=target,
     )

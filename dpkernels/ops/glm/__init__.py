@@ -31,8 +31,8 @@ from dpkernels.ops.checks import check_finite, check_writable
 from dpkernels.ops.clip.reference import valid
 from dpkernels.ops.glm import operators
 from dpkernels.ops.glm.buffers import sum_buffer
-from dpkernels.ops.glm.covariance import FeatureCovariance
-from dpkernels.ops.glm.damping import check_solved, damping_of
+from dpkernels.ops.glm.covariance import FeatureCovariance, clipped_covariance_sum
+from dpkernels.ops.glm.damping import check_solved, damping_of, divided
 from dpkernels.ops.glm.records import DTYPES, Records
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "NewtonStep",
     "RecordNorms",
     "Records",
+    "clipped_covariance_sum",
     "clipped_gradient_sum",
     "clipped_hessian_sum",
     "clipped_sums",
@@ -213,6 +214,9 @@ def newton_step(
 
     The compiled version solves for C - 1 classes: all Hessians map what is the same for all classes
     to zero. Hessian sum and then clients ((C - 1) d)^3 / 3 flops, with one Hessian in each thread.
+    A client with few records B, whose curvature does not outweigh gamma, needs no Hessian: it is C
+    blocks less B columns, which takes about C (2 B d^2 + d^3 / 3 + B^2 d) flops and C d (d + B)
+    elements of memory (Woodbury's identity, one step of refinement, and the residual is checked).
     Raises as ``solve``.
     """
     op = "newton_step"
@@ -330,5 +334,4 @@ def _system(
     if isinstance(scale, float) and scale == 1.0:
         return weights, v.detach(), gammas
     scales = damping_of(op, scale, records.clients, v.device, name="scale")
-    rhs = (v.detach().double() / scales[:, None, None]).to(v.dtype)
-    return weights, rhs, gammas / scales
+    return weights, divided(v.detach(), scales), gammas / scales

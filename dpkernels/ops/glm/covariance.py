@@ -19,6 +19,24 @@ from dpkernels.ops.glm.damping import check_solved, damping_of
 from dpkernels.ops.glm.records import Records
 
 
+def clipped_covariance_sum(records: Records, bound: float) -> Tensor:
+    """``sum_i min(1, bound / |x_i|^2) x_i x_i^T`` of every client, ``[clients, d, d]``.
+
+    bound: > 0; adding or removing one record changes a client's sum by at most this, in the
+        Frobenius norm. A record that is not finite adds exactly zero.
+
+    N d (d + 1) flops. Raises ValueError for a bound that is not positive.
+    """
+    return _covariance_sums("clipped_covariance_sum", records, bound)[0]
+
+
+def _covariance_sums(op: str, records: Records, bound: float) -> tuple[Tensor, Tensor]:
+    check_finite(op, "bound", bound, above=0.0)
+    run = backend.select(operators.feature_covariance, records.x.device, records.x.dtype)
+    sums, sq_norms = run(records.x, records.spans, records.most, bound)
+    return sums, sq_norms
+
+
 @dataclass(frozen=True)
 class FeatureCovariance:
     """Factorised ``scale_i K_i + gamma_i I`` of every client.
@@ -51,12 +69,10 @@ class FeatureCovariance:
         matrix is not positive definite.
         """
         op = "FeatureCovariance.factor"
-        check_finite(op, "bound", bound, above=0.0)
         x = records.x
         gammas = damping_of(op, gamma, records.clients, x.device)
         scales = damping_of(op, scale, records.clients, x.device, name="scale")
-        run = backend.select(operators.feature_covariance, x.device, x.dtype)
-        sums, sq_norms = run(x, records.spans, records.most, bound)
+        sums, sq_norms = _covariance_sums(op, records, bound)
         sums.mul_(scales.to(x.dtype)[:, None, None])
         sums.diagonal(dim1=1, dim2=2).add_(gammas.to(x.dtype).unsqueeze(1))
         factors, info = torch.linalg.cholesky_ex(sums)
