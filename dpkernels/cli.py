@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from dpkernels.diagnose import command as diagnose_command
+from dpkernels.federated import command as federate_command
 from dpkernels.privacy import calibrate_command
 from dpkernels.repro import command as repro_command
 from dpkernels.train import command as train_command
@@ -74,6 +75,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     train_command.add_arguments(train)
     train.set_defaults(run=train_command.run)
+    federate = commands.add_parser(
+        "federate",
+        help="train on the records of many clients, privately, within a budget",
+        description=federate_command.DESCRIPTION,
+    )
+    federate_command.add_arguments(federate)
+    federate.set_defaults(run=federate_command.run)
     repro = commands.add_parser(
         "repro",
         help="train the tables of a paper again, and compare",

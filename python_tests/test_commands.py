@@ -43,7 +43,13 @@ def limited(arguments, cwd, largest: int) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("arguments", "buffered"),
-    [("info", True), ("info", False), ("train --list", True), ("train --help", True)],
+    [
+        ("info", True),
+        ("info", False),
+        ("train --list", True),
+        ("train --help", True),
+        ("federate --list", True),
+    ],
 )
 def test_a_reader_that_leaves_ends_a_command_in_silence(arguments, buffered):
     reader, writer = os.pipe()
@@ -193,6 +199,7 @@ def test_a_file_in_place_of_a_folder_is_named(tmp_path, capsys):
     inside = tmp_path / "file" / "run"
     for command in (
         ["train", "--output", str(inside)],
+        ["federate", "--output", str(inside)],
         ["diagnose", "--output", str(inside)],
         ["repro", "dp-kfc", "--table", "1", "--output", str(inside)],
         ["repro", "dp-kfc", "--table", "1", "--runs", str(inside)],

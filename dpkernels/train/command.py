@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
-import sys
 from pathlib import Path
 
 DESCRIPTION = """\
@@ -13,8 +11,6 @@ sampling, and every step is accounted for. The default, digits, needs no files; 
 are read from --data-dir or $DPKERNELS_DATA. After Ctrl-C, --resume goes on. Epsilon covers the
 models; it does not cover training losses, on the bar and in metrics.csv, nor the checkpoint, nor
 the number of dropped samples in the reports, nor accuracy on records held out by --validation."""
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--epochs", type=int, help="passes over the data, on average")
     add("--batch-size", type=int, help="expected size of a batch")
     add("--physical-batch-size", type=int, help="samples that are in memory at a time (512)")
-    add("--optimizer", help="adam, adamw, sgd (momentum 0.9), adambc")
+    add("--optimizer", help="adam, adamw, sgd (momentum 0.9), adambc, sofim")
     add("--lr", type=float, help="learning rate, of the first step")
     add("--schedule", help="constant (default), linear or cosine: of the learning rate, to 0")
     add("--validation", type=int, help="leave so many records out, and measure accuracy on them")
@@ -61,46 +57,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train; return the exit status: 0, 2 for what cannot be done, 130 after Ctrl-C."""
+    from dpkernels.train.ending import exit_status, folder_of
     from dpkernels.train.outputs import CHECKPOINT
 
     if options.list:
         print(_listing())
         return 0
-    output: Path | None = None
-    try:
-        output = _output(options)
-        print(_train(options, output))
-    except BrokenPipeError:
-        raise
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"dpkernels train: {error}", file=sys.stderr)
-        if getattr(error, "errno", None) in _FULL and output is not None:
-            print(f"make room, then {_resume(output)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        message = "stopped before the first step"
-        if output is not None and (output / CHECKPOINT).exists():
-            message = f"stopped; {_resume(output)}"
-        print(f"\ndpkernels train: {message}", file=sys.stderr)
-        return 130
-    return 0
-
-
-def _resume(output: Path) -> str:
-    """Return how to go on: with the run that is there, or from the beginning."""
-    from dpkernels.train.outputs import CHECKPOINT
-
-    if (output / CHECKPOINT).exists():
-        return f"go on with: dpkernels train --resume --output {output}"
-    return "begin again"
-
-
-def _output(options: argparse.Namespace) -> Path:
-    if options.output is not None:
-        return Path(options.output)
-    if options.resume:
-        raise ValueError("output: --resume needs the --output of the run to go on with")
-    return Path("runs") / f"{options.dataset or 'digits'}-{options.method or 'dp-sgd'}"
+    name = f"{options.dataset or 'digits'}-{options.method or 'dp-sgd'}"
+    return exit_status(
+        "train",
+        CHECKPOINT,
+        lambda: folder_of(options.output, options.resume, name),
+        lambda output: _train(options, output),
+    )
 
 
 def _train(options: argparse.Namespace, output: Path) -> str:
@@ -108,6 +77,7 @@ def _train(options: argparse.Namespace, output: Path) -> str:
     from dataclasses import fields
 
     from dpkernels.train.alone import made_folder
+    from dpkernels.train.ending import check_new
     from dpkernels.train.loop import train
     from dpkernels.train.options import Options, filled_in, resumed
     from dpkernels.train.outputs import CHECKPOINT
@@ -115,11 +85,8 @@ def _train(options: argparse.Namespace, output: Path) -> str:
     given = {field.name: getattr(options, field.name) for field in fields(Options)}
     chosen = resumed(output, given) if options.resume else filled_in(given)
     with made_folder(output):
-        if not options.resume and (output / CHECKPOINT).exists():
-            raise ValueError(
-                f"output: {output} holds a run already; go on with it by --resume, or name another "
-                "--output"
-            )
+        if not options.resume:
+            check_new(output, CHECKPOINT)
         outcome = train(chosen, output, resume=options.resume, progress=not options.quiet)
     return f"{outcome.summary()}\nwritten to {output}"
 

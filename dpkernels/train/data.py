@@ -113,7 +113,7 @@ def _digits(data_dir: str | None) -> Data:
         ) from None
     found = load_digits()
     images = torch.as_tensor(found.images).unsqueeze(1) * (255 / 16)
-    x, y = _normalised(images, *_DIGITS), torch.as_tensor(found.target)
+    x, y = normalised(images, *_DIGITS), torch.as_tensor(found.target)
     # There is no official split. This one is the same for everybody.
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
     test, train = order[:360], order[360:]
@@ -126,23 +126,31 @@ def _idx(name: str, folder: str, constants: tuple[list[float], list[float]]) -> 
         root = folder_of(data_dir) / folder
 
         def part(prefix: str) -> Records:
-            images = root / f"{prefix}-images-idx3-ubyte"
-            labels = root / f"{prefix}-labels-idx1-ubyte"
-            x, y = read_idx(images, 3), read_idx(labels, 1)
-            if x.shape[1:] != (28, 28):
-                raise ValueError(f"{images}: images must be [28, 28], got {list(x.shape[1:])}")
-            if len(x) != len(y):
-                raise ValueError(
-                    f"{images}: it has {len(x)} images, but {labels} has {len(y)} labels; fetch "
-                    "both again"
-                )
-            _check_labels(labels, y, 10)
-            return Records(_normalised(x.unsqueeze(1), *constants), y.long())
+            x, y = idx_part(root, prefix, classes=10)
+            return Records(normalised(x, *constants), y)
 
         note = "normalised by published constants"
         return Data(name, "image", 10, part("train"), part("t10k"), note)
 
     return load
+
+
+def idx_part(root: Path, prefix: str, classes: int) -> tuple[Tensor, Tensor]:
+    """Return images ``[N, 1, 28, 28]`` uint8 and labels ``[N]`` int64 of a part in idx files.
+
+    prefix: how the two names begin, ``train`` say. Raises ValueError, naming the file, where they
+    do not belong together or to a data set with so many classes.
+    """
+    images, labels = root / f"{prefix}-images-idx3-ubyte", root / f"{prefix}-labels-idx1-ubyte"
+    x, y = read_idx(images, 3), read_idx(labels, 1)
+    if x.shape[1:] != (28, 28):
+        raise ValueError(f"{images}: images must be [28, 28], got {list(x.shape[1:])}")
+    if len(x) != len(y):
+        raise ValueError(
+            f"{images}: it has {len(x)} images, but {labels} has {len(y)} labels; fetch both again"
+        )
+    check_labels(labels, y, classes)
+    return x.unsqueeze(1), y.long()
 
 
 def _cifar10(data_dir: str | None) -> Data:
@@ -153,9 +161,9 @@ def _cifar10(data_dir: str | None) -> Data:
     def part(files: Sequence[str]) -> Records:
         batches = [read_cifar10(root / name) for name in files]
         for name, (_, labels) in zip(files, batches, strict=True):
-            _check_labels(root / name, labels, 10)
+            check_labels(root / name, labels, 10)
         x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-        return Records(_normalised(x, *_CIFAR10), y)
+        return Records(normalised(x, *_CIFAR10), y)
 
     note = "normalised by published constants"
     if len(there) < len(names):
@@ -171,7 +179,7 @@ def _adult(data_dir: str | None) -> Data:
 
     def part(name: str) -> Records:
         x, y = read_libsvm(root / name, _ADULT_FEATURES)
-        _check_labels(root / name, y, 2)
+        check_labels(root / name, y, 2)
         return Records(x, y)
 
     train, test = part("a9a"), part("a9a.t")
@@ -189,7 +197,7 @@ def _imdb(data_dir: str | None, tokens: bool = False, features: int = FEATURES) 
         if strange := {label for label, _ in rows} - {"0", "1"}:
             raise ValueError(f"{file}: labels must be 0 or 1, got {min(strange)!r}")
         labels = torch.tensor([int(label) for label, _ in rows])
-        _check_labels(file, labels, 2)
+        check_labels(file, labels, 2)
         texts = [text for _, text in rows]
         return Records(_text_inputs(texts, frequencies, tokens, features), labels)
 
@@ -202,7 +210,7 @@ def _imdb(data_dir: str | None, tokens: bool = False, features: int = FEATURES) 
     return Data("imdb", "text", 2, train, test, note)
 
 
-def _check_labels(file: Path, labels: Tensor, classes: int) -> None:
+def check_labels(file: Path, labels: Tensor, classes: int) -> None:
     """Raise ValueError, naming the file, if it has no records, or others than the data set's."""
     if not len(labels):
         raise ValueError(f"{file}: it must have records, got none; fetch it again")
@@ -224,7 +232,7 @@ def _agnews_texts(root: Path) -> list[str]:
     return [text for name in files for (text,) in read_csv(root / "agnews" / f"{name}.csv", "text")]
 
 
-def _normalised(pixels: Tensor, mean: list[float], std: list[float]) -> Tensor:
+def normalised(pixels: Tensor, mean: list[float], std: list[float]) -> Tensor:
     """Return (pixels / 255 - mean) / std of ``[N, C, H, W]``, in float32."""
     shift, scale = (torch.tensor(values).reshape(1, -1, 1, 1) for values in (mean, std))
     return (pixels.float() / 255 - shift) / scale

@@ -1,4 +1,4 @@
-"""The file formats of the data sets: idx, CIFAR's records, LIBSVM, CSV; .gz and .xz are opened."""
+"""The file formats of the data sets: idx, CIFAR's, LIBSVM, CSV, npz; .gz and .xz are opened."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import gzip
 import lzma
 import math
 import sys
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -143,6 +145,32 @@ def read_csv(path: Path, *columns: str) -> Iterator[tuple[str, ...]]:
                     f"{len(row)}"
                 )
             yield tuple(row[place] for place in places)
+
+
+def read_npz(path: Path, *names: str) -> tuple[Tensor, ...]:
+    """Return the named arrays of NumPy's archive of arrays, in their own shapes and types.
+
+    Raises ValueError for another format, an array that is missing, or one of no numbers.
+    """
+    found: list[Tensor] = []
+    with opened(path) as file:
+        try:
+            arrays = np.load(file, allow_pickle=False)
+            if not isinstance(arrays, np.lib.npyio.NpzFile):
+                raise ValueError("it holds one array without a name")
+            if missing := set(names) - set(arrays.files):
+                raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+            for name in names:
+                array = arrays[name]
+                if array.dtype.kind not in "biuf":
+                    raise ValueError(f"{name} is of the type {array.dtype}")
+                found.append(torch.from_numpy(np.ascontiguousarray(array)))
+        except (ValueError, TypeError, zipfile.BadZipFile) as error:
+            raise ValueError(
+                f"{path}: an .npz file with arrays of numbers {', '.join(names)} was wanted, but "
+                f"{error}; fetch it again"
+            ) from error
+    return tuple(found)
 
 
 def _number(text: bytes, where: str) -> float:

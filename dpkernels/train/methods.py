@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from dpkernels.postprocess import DiSK, DPAdamBC
+from dpkernels.postprocess import DiSK, DPAdamBC, Sofim
 from dpkernels.precondition.adadps import AdaDPS
 from dpkernels.precondition.kfac import Kfac
 from dpkernels.precondition.probes import (
@@ -31,7 +31,7 @@ from dpkernels.train.text import CLS, PAD, VOCABULARY
 if TYPE_CHECKING:
     from dpkernels.engine.sides import Preconditioner
 
-OPTIMIZERS = ("adam", "adamw", "sgd", "adambc")
+OPTIMIZERS = ("adam", "adamw", "sgd", "adambc", "sofim")
 FILTERS = ("disk",)
 # Options that are arguments of ``Kfac``, or of ``AdaDPS`` where it has them.
 _CURVATURE = {
@@ -200,8 +200,8 @@ def make_optimizer(
 ) -> Optimizer:
     """Return the optimizer ``name`` over the model's parameters, behind the method's filter.
 
-    ``sgd`` has momentum 0.9. filtered: behind DiSK's filter even if the method has none. Raises
-    ValueError for a name that is not known.
+    ``sgd`` has momentum 0.9, ``sofim`` its own defaults (beta 0.9, rho 0.5). filtered: behind
+    DiSK's filter even if the method has none. Raises ValueError for a name that is not known.
     """
     optimizer = _named_optimizer(name, setting)
     if not (method.filtered or filtered):
@@ -220,6 +220,8 @@ def _named_optimizer(name: str, setting: Setting) -> Optimizer:
         return AdamW(parameters, lr)
     if name == "adambc":
         return DPAdamBC(parameters, lr, floor=setting.given.get("floor"))
+    if name == "sofim":
+        return Sofim(parameters, lr)
     raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {name!r}")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +10,16 @@ from typing import Any, get_args
 from dpkernels.ops.checks import check_finite
 from dpkernels.precondition.kfac import Normalise
 from dpkernels.precondition.moments import WhichSides
+from dpkernels.train import kept_options
 from dpkernels.train.data import DATASETS, IMAGES, TEXTS
+from dpkernels.train.kept_options import FILE, check_known, check_whole
 from dpkernels.train.methods import FILTERS, METHODS, OPTIMIZERS, SPECIFIC
 from dpkernels.train.models import MODELS, TOKEN_MODELS
 from dpkernels.train.schedule import SCHEDULES
 from dpkernels.train.text import FEATURES
-from dpkernels.whole_file import write_text
 
-FILE = "options.json"
+__all__ = ["FILE", "Options", "filled_in", "resumed"]
+
 ACCOUNTANTS = ("pld", "rdp")
 
 
@@ -82,7 +82,7 @@ class Options:
 
     def write(self, output: Path) -> None:
         """Write them to ``options.json`` in ``output``."""
-        write_text(output / FILE, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+        kept_options.write(self, output)
 
     @classmethod
     def read(cls, output: Path) -> Options:
@@ -90,34 +90,11 @@ class Options:
 
         Raises FileNotFoundError if nothing was begun there, ValueError for what is not known here.
         """
-        file = output / FILE
-        if not file.exists():
-            raise FileNotFoundError(
-                f"output: {file} is not there, so that nothing can be resumed; leave --resume out "
-                "to begin"
-            )
-        try:
-            found = json.loads(file.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"output: {file} cannot be read ({error}); begin anew") from error
-        if not isinstance(found, dict):
-            raise ValueError(
-                f"output: {file} must hold the options of a run, got a {type(found).__name__}; "
-                "begin anew"
-            )
-        if unknown := found.keys() - {field.name for field in dataclasses.fields(cls)}:
-            raise ValueError(
-                f"output: {file} has options that this version does not know, "
-                f"{', '.join(sorted(unknown))}; go on with the version that began the run"
-            )
-        try:
-            _check(begun := cls(**found))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"output: {file}: {error}; begin anew") from error
-        return begun
+        return kept_options.read(cls, _check, output)
 
 
-_LEARNING_RATES = {"sgd": 0.1, "adam": 1e-3, "adamw": 1e-3, "adambc": 5e-4}
+# SOFIM's, over its rho of 0.5, is the rate 0.1 / (1 - 0.9) that momentum makes of SGD's.
+_LEARNING_RATES = {"sgd": 0.1, "adam": 1e-3, "adamw": 1e-3, "adambc": 5e-4, "sofim": 0.5}
 # For the larger batches of these: fewer steps, with less noise in each.
 _LEARNING_RATES_OF: dict[str, dict[str, float]] = {
     "mnist": {"adam": 2e-3, "adambc": 1e-3},
@@ -149,8 +126,8 @@ def filled_in(given: Mapping[str, Any]) -> Options:
     """
     chosen = {name: value for name, value in given.items() if value is not None}
     dataset = chosen.get("dataset", Options.dataset)
-    _check_known("dataset", dataset, DATASETS)
-    _check_known("method", chosen.get("method", Options.method), METHODS)
+    check_known("dataset", dataset, DATASETS)
+    check_known("method", chosen.get("method", Options.method), METHODS)
     method = METHODS[chosen.get("method", Options.method)]
     if method.optimizer is not None and chosen.setdefault("optimizer", method.optimizer) != (
         method.optimizer
@@ -161,7 +138,7 @@ def filled_in(given: Mapping[str, Any]) -> Options:
         )
     chosen = _DEFAULTS[dataset] | _OF_MODEL.get(chosen.get("model", ""), {}) | chosen
     optimizer = chosen.get("optimizer", Options.optimizer)
-    _check_known("optimizer", optimizer, OPTIMIZERS)
+    check_known("optimizer", optimizer, OPTIMIZERS)
     filtered = "filter" in chosen
     for name in SPECIFIC:
         if name in chosen and not method.takes(name, optimizer, filtered=filtered):
@@ -185,17 +162,7 @@ def resumed(output: Path, given: Mapping[str, Any]) -> Options:
 
     Raises ValueError where ``given`` has another: the guarantee is for the run as it was begun.
     """
-    begun = Options.read(output)
-    for name, value in given.items():
-        had = getattr(begun, name)
-        # Where the data is may have changed since; what it is has not.
-        if name != "data_dir" and value is not None and value != had:
-            raise ValueError(
-                f"{name}: the run in {output} was begun with {had!r}, got {value!r}; leave it out "
-                "to go on, or begin another run in another --output"
-            )
-    moved = given.get("data_dir")
-    return dataclasses.replace(begun, data_dir=moved) if moved else begun
+    return kept_options.resumed(Options.read(output), given, output)
 
 
 def _not_taken(name: str, value: object, method: str) -> str:
@@ -219,8 +186,9 @@ def _check(options: Options) -> None:
     }
     for name, known in choices.items():
         if (value := getattr(options, name)) is not None:
-            _check_known(name, value, known)
-    for name in (
+            check_known(name, value, known)
+    check_whole(
+        options,
         "epochs",
         "batch_size",
         "physical_batch_size",
@@ -229,10 +197,7 @@ def _check(options: Options) -> None:
         "probe_batches",
         "validation",
         "features",
-    ):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be an integer >= 1, got {value}")
+    )
     for name in ("epsilon", "delta", "lr", "clip", "damping", "floor"):
         if (value := getattr(options, name)) is not None:
             check_finite("train", name, value, above=0.0)
@@ -245,8 +210,3 @@ def _check(options: Options) -> None:
             f"average must be a decay in [0, 1), 0.99 say, got {options.average}; leave it out for "
             "the last parameters"
         )
-
-
-def _check_known(name: str, value: str, known: Mapping[str, Any] | tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")

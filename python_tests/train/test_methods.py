@@ -47,14 +47,25 @@ def test_every_method_learns_and_keeps_to_its_budget(tmp_path, method):
     assert report["accuracy"] > 0.7
 
 
-@pytest.mark.parametrize("method", ["dp-kfc", "dp-kfc+adambc", "disk", "adadps"])
+@pytest.mark.parametrize("filtered", [(), ("--filter", "disk")])
+def test_sofim_learns_and_keeps_to_the_budget(tmp_path, filtered):
+    write_adult(tmp_path / "adult-a9a")
+    arguments = ["--dataset", "adult", "--batch-size", "64", "--epsilon", "40", "--epochs", "4"]
+    report = trained(tmp_path / "run", tmp_path, "--optimizer", "sofim", *filtered, *arguments)
+    assert 0.98 * 40 < report["privacy"]["epsilon"] <= 40
+    assert report["accuracy"] > 0.7
+
+
+@pytest.mark.parametrize(
+    "method", ["dp-kfc", "dp-kfc+adambc", "disk", "adadps", "dp-sgd --optimizer sofim"]
+)
 def test_a_resumed_run_goes_on_with_the_same_factors_filters_rates_and_averages(
     tmp_path, monkeypatch, method
 ):
     write_adult(tmp_path / "adult-a9a")
     arguments = ["--dataset", "adult", "--batch-size", "64", "--epochs", "2"]
-    arguments += ["--method", method, "--schedule", "cosine", "--average", "0.9"]
-    if method != "disk":
+    arguments += ["--method", *method.split(), "--schedule", "cosine", "--average", "0.9"]
+    if METHODS[method.split()[0]].takes("refresh_every"):
         arguments += ["--refresh-every", "5"]
     trained(tmp_path / "whole", tmp_path, *arguments)
     batches = []
@@ -109,3 +120,4 @@ def test_learning_rates_are_those_of_the_optimizer():
     # As DPAdamBC's own default: half of Adam's.
     assert filled_in({"method": "dp-adambc"}).lr == filled_in({"optimizer": "adambc"}).lr == 5e-4
     assert filled_in({}).lr == 0.1 and filled_in({"lr": 0.5}).lr == 0.5
+    assert filled_in({"optimizer": "sofim"}).lr == 0.5

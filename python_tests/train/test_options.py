@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.optim import SGD
 
+from dpkernels.postprocess import Sofim
 from dpkernels.precondition import Kfac
 from dpkernels.train.methods import METHODS, SPECIFIC
 from dpkernels.train.options import Options, filled_in
@@ -143,6 +144,15 @@ def test_floor_and_kappa_reach_the_optimizers(data_dir):
     both = ready(data_dir, dataset="adult", method="dp-kfc+adambc", floor=1e-4).optimizer
     assert [group["floor"] for group in both.param_groups] == [1e-4]
     assert ready(data_dir, dataset="adult", method="disk", kappa=0.5).optimizer.kappa == 0.5
+
+
+def test_sofim_is_an_optimizer_of_any_method_and_has_no_floor(data_dir):
+    made = ready(data_dir, dataset="adult", method="adadps", optimizer="sofim").optimizer
+    assert isinstance(made, Sofim)
+    (group,) = made.param_groups
+    assert (group["lr"], group["beta"], group["rho"], group["window"]) == (0.5, 0.9, 0.5, None)
+    with pytest.raises(ValueError, match="floor: dp-sgd does not take it"):
+        filled_in({"optimizer": "sofim", "floor": 1e-4})
 
 
 def test_what_is_left_out_is_the_method_s_default(data_dir):

@@ -1,0 +1,33 @@
+"""Federated learning with differential privacy: clients, rounds, and what the server sees.
+
+``contract`` says what an algorithm is, ``loop.Federation`` runs one, ``algorithms`` has them.
+"""
+
+from dpkernels.federated.algorithms import Centred, FedFC, FedGD, FedNew, FedSOFIM, Scaffold
+from dpkernels.federated.contract import Algorithm, Query, Stage, Terms, Visit
+from dpkernels.federated.loop import Federation, Round
+from dpkernels.federated.model import ModelProblem
+from dpkernels.federated.problem import Cohort, Problem
+from dpkernels.federated.received import Message
+from dpkernels.federated.softmax import SoftmaxProblem
+
+__all__ = [
+    "Algorithm",
+    "Centred",
+    "Cohort",
+    "FedFC",
+    "FedGD",
+    "FedNew",
+    "FedSOFIM",
+    "Federation",
+    "Message",
+    "ModelProblem",
+    "Problem",
+    "Query",
+    "Round",
+    "Scaffold",
+    "SoftmaxProblem",
+    "Stage",
+    "Terms",
+    "Visit",
+]

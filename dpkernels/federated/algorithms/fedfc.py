@@ -1,0 +1,124 @@
+"""DP-FedFC: gradients preconditioned by a feature covariance that was released with noise, once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dpkernels.federated.algorithms.gradients import client_gradients, gradient_query, summed
+from dpkernels.federated.clipping import clip_rows
+from dpkernels.federated.contract import Algorithm, Query, Stage, Tensors, Terms, Visit
+from dpkernels.federated.softmax import UNCLIPPED, SoftmaxProblem
+from dpkernels.ops import glm
+from dpkernels.ops.checks import check_finite
+
+
+@dataclass(frozen=True)
+class FedFC(Algorithm):
+    """K = mean of clipped x x^T + noise, made positive;  theta <- theta - lr G (K + gamma I)^-1.
+
+    Unit record (Algorithm 5): features are clipped to ``feature_clip`` for K, gradients to
+    ``clip``, and the server preconditions their noisy mean. Unit user (Algorithm 6): a client's
+    whole matrix is clipped to ``feature_clip``^2, and G (K + gamma I)^-1 of each client to
+    ``clip`` before its noise.
+
+    The noise on K is symmetric: what is released is the upper triangle, off-diagonal elements
+    times sqrt(2), a vector of the same norm as the matrix. Negative eigenvalues of the noisy K are
+    set to 0 before gamma is added; that is post-processing.
+
+    covariance_share: of the budget, for K.
+    """
+
+    name: ClassVar[str] = "fedfc"
+    lr: float = 0.5
+    clip: float = 1.0
+    feature_clip: float = 1.0
+    gamma: float = 0.1
+    covariance_share: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "clip", "feature_clip", "gamma"):
+            check_finite("FedFC", name, getattr(self, name), above=0.0)
+        if not 0 < self.covariance_share < 1:
+            raise ValueError(
+                f"FedFC: covariance_share must be in (0, 1), got {self.covariance_share}"
+            )
+
+    def stages(self, terms: Terms) -> tuple[Stage, ...]:
+        """Return one round of covariances, then T rounds of gradients."""
+        features, bound = terms.shape[-1], self.feature_clip**2
+        moved = summed(bound, terms) if terms.unit == "record" else bound
+        covariance = Query((features * (features + 1) // 2,), moved)
+        gradient = gradient_query(terms, self.clip)
+        return (
+            Stage("covariance", covariance, 1, share=self.covariance_share),
+            Stage("gradient", gradient, terms.rounds, share=1 - self.covariance_share),
+        )
+
+    def server_start(self, terms: Terms, theta: Tensor) -> Tensors:
+        """Return theta."""
+        return {"theta": theta}
+
+    def broadcast(self, stage: Stage, server: Tensors) -> Tensors:
+        """Send nothing before the covariance; then theta, and to user-level clients its inverse."""
+        return {} if stage.name == "covariance" else dict(server)
+
+    def client(self, visit: Visit) -> tuple[Tensor, Tensors]:
+        """Return noisy covariances, or noisy gradients."""
+        if visit.stage.name == "covariance":
+            return visit.noisy(self._covariances(visit)), {}
+        terms, theta = visit.terms, visit.sent["theta"]
+        if terms.unit == "record":
+            return visit.noisy(client_gradients(visit, theta, self.clip)), {}
+        gradients = visit.problem.gradient_sums(visit.cohort, theta).div_(terms.records)
+        return visit.noisy(clip_rows(gradients @ visit.sent["inverse"], self.clip)), {}
+
+    def _covariances(self, visit: Visit) -> Tensor:
+        """Return each client's clipped covariance as a vector of the same norm."""
+        terms, problem, cohort = visit.terms, visit.problem, visit.cohort
+        if not isinstance(problem, SoftmaxProblem):
+            raise TypeError(
+                f"FedFC: features are known for softmax regression only, got "
+                f"{type(problem).__name__}; take FedGD"
+            )
+        bound = self.feature_clip**2
+        per_record = bound if terms.unit == "record" else UNCLIPPED
+        sums = glm.clipped_covariance_sum(cohort.held, per_record).div_(terms.records)
+        triangles = packed(sums)
+        return triangles if terms.unit == "record" else clip_rows(triangles, bound)
+
+    def server(self, stage: Stage, terms: Terms, server: Tensors, mean: Tensor) -> Tensors:
+        """Invert the covariance, once; then take preconditioned steps."""
+        if stage.name == "covariance":
+            values, vectors = torch.linalg.eigh(unpacked(mean, terms.shape[-1]).double())
+            inverse = (vectors / (values.clamp(min=0.0) + self.gamma)) @ vectors.mT
+            return {**server, "inverse": inverse.to(mean.dtype)}
+        step = mean @ server["inverse"] if terms.unit == "record" else mean
+        return {**server, "theta": server["theta"].sub(step, alpha=self.lr)}
+
+
+def packed(matrices: Tensor) -> Tensor:
+    """Return symmetric ``[k, d, d]`` as ``[k, d (d + 1) / 2]`` of the same norm."""
+    size = matrices.shape[-1]
+    rows, columns = torch.triu_indices(size, size)
+    return matrices[:, rows, columns] * _weights(rows == columns, math.sqrt(2), matrices)
+
+
+def unpacked(vector: Tensor, size: int) -> Tensor:
+    """Return the symmetric ``[size, size]`` matrix that ``packed`` made ``vector`` of."""
+    rows, columns = torch.triu_indices(size, size)
+    values = vector * _weights(rows == columns, math.sqrt(0.5), vector)
+    matrix = vector.new_zeros(size, size)
+    matrix[rows, columns] = values
+    matrix[columns, rows] = values
+    return matrix
+
+
+def _weights(diagonal: Tensor, elsewhere: float, like: Tensor) -> Tensor:
+    """Return 1 on the diagonal and ``elsewhere`` off it, in the dtype of ``like``."""
+    weights: Tensor = like.new_full(diagonal.shape, elsewhere).masked_fill_(diagonal, 1.0)
+    return weights

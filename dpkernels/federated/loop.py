@@ -1,0 +1,403 @@
+"""The federated loop: draw clients, client step, noise, sum, server step, account. It stands once.
+
+One round, in this order:
+
+    clients are drawn -> broadcast -> client step (clip, noise) -> what arrives is checked
+    -> the round is accounted -> the sum is opened -> server step -> state is kept
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpkernels.federated.client_noise import ClientNoise
+from dpkernels.federated.contract import Algorithm, Stage, Tensors, Terms, Visit
+from dpkernels.federated.problem import Cohort, Problem
+from dpkernels.federated.received import (
+    Message,
+    Received,
+    collect,
+    collect_rows,
+)
+from dpkernels.federated.release import Release, calibrate, check_stages
+from dpkernels.ops.noise import NoiseKey, RowKeys, add_gaussian_noise_
+from dpkernels.privacy.accountants import make_accountant
+from dpkernels.privacy.draws import Bits
+from dpkernels.privacy.mechanism import EveryRecord, NotPrivate, Statement
+from dpkernels.privacy.private_sampler import PrivateSampler
+from dpkernels.privacy.samplers import ShuffledSampler
+
+# What happens to uploads between clients and server, for simulations of faults: given the round,
+# the clients and their uploads, returns what reaches the server.
+Transport = Callable[[int, Tensor, Tensor], Iterable[Message]]
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round was. None of it depends on records but through the model.
+
+    Under Poisson sampling of users, though, how many took part is secret: keep ``clients``,
+    ``arrived`` and the bytes from whoever sees the model.
+
+    index: from 1. stage: its name. clients: that took part. arrived: whose uploads count.
+    released: False where too few answered: then nothing was opened, and nothing was spent.
+    bytes_up: of the uploads that arrived. bytes_down: to all clients of the round.
+    """
+
+    index: int
+    stage: str
+    clients: int
+    arrived: int
+    released: bool
+    bytes_up: int
+    bytes_down: int
+
+
+class Federation:
+    """An algorithm on a problem, with noise for a budget, round by round.
+
+    Unit, adjacency, view: those of ``terms``. Sensitivity: the algorithm's. Noise: ``release``'s,
+    once for every release of a client, from the client's own key. Sampling: ``sampler``'s clients,
+    and records inside a client with ``record_rate``. Epsilon comes from the statements alone.
+
+    epsilon, delta: the budget of all rounds together; epsilon None adds no noise.
+    sampler: draws the clients of a round; all take part if None.
+    record_rate: each record takes part in a round with this probability.
+    max_dropouts: how many clients of a round may fail under ``aggregate``.
+    batched: compute all clients of a round in one call, or one after the other: the same numbers.
+    transport: for simulations of faults.
+    seed: for tests: fixes noise and draws, and protects nobody. A sampler has a seed of its own.
+
+    Raises ValueError for what does not go together, before anything is released.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        problem: Problem,
+        terms: Terms,
+        *,
+        epsilon: float | None,
+        delta: float,
+        accountant: str = "pld",
+        sampler: PrivateSampler | None = None,
+        record_rate: float = 1.0,
+        max_dropouts: int = 0,
+        batched: bool = True,
+        transport: Transport | None = None,
+        seed: int | None = None,
+    ) -> None:
+        _check_fits(problem, terms, sampler)
+        sampling = EveryRecord() if sampler is None else sampler.sampling
+        cohort = terms.clients if sampler is None else sampler.expected_batch_size
+        # Sums over records that take part by chance are divided by how many do on average.
+        terms = replace(
+            terms,
+            records=terms.records * record_rate,
+            sampled=sampler is not None,
+            records_sampled=record_rate < 1,
+        )
+        self.algorithm, self.problem, self.terms = algorithm, problem, terms
+        self.release = Release(terms, sampling, cohort, max_dropouts, record_rate)
+        _check_last_cohort(sampler, self.release.required)
+        self.stages = algorithm.stages(terms)
+        check_stages(self.stages)
+        if self.release.central and any(not stage.uploaded for stage in self.stages):
+            raise ValueError(
+                f"{algorithm.name}: its clients upload what they make of their noisy releases, but "
+                "with Poisson sampling under 'aggregate' the noise is added to the sum of uploads; "
+                "draw a fixed number of clients, or take view 'each_upload'"
+            )
+        self.void = algorithm.void(terms)
+        self.epsilon_target, self.delta = epsilon, delta
+        self.multipliers = calibrate(self.release, self.stages, epsilon, delta, accountant)
+        for stage in self.stages:
+            self.statement(stage)  # what cannot be stated is refused now
+        self.accountant = make_accountant(accountant)
+        self.batched, self._transport, self._seed = batched, transport, seed
+        self._keys = (
+            RowKeys(terms.clients) if seed is None else RowKeys.from_seed(seed, terms.clients)
+        )
+        self._central_key = NoiseKey() if seed is None else NoiseKey.from_seed(seed)
+        self._sampler = sampler
+        self._cohorts = _endless(sampler) if sampler is not None else None
+        self._again: list[int] | None = None  # a cohort of a shuffled epoch that was not released
+        theta = problem.initial()
+        self.server: Tensors = algorithm.server_start(terms, theta)
+        self._clients: Tensors = {
+            name: value.expand(terms.clients, *value.shape).clone()
+            for name, value in algorithm.client_start(terms, theta).items()
+        }
+        self._prepared = problem
+        self._schedule = [stage for stage in self.stages for _ in range(stage.rounds)]
+        self._position = 0  # rounds that were released
+        self.rounds_begun = 0
+        self.faults: Counter[str] = Counter()
+        self.bytes_up = self.bytes_down = 0
+        self.seconds = 0.0
+
+    @property
+    def finished(self) -> bool:
+        """Whether every round that was planned has been released."""
+        return self._position == len(self._schedule)
+
+    @property
+    def rounds_released(self) -> int:
+        """How many rounds the server has learnt from, those before training included."""
+        return self._position
+
+    @property
+    def rounds_planned(self) -> int:
+        """How many rounds there are in all."""
+        return len(self._schedule)
+
+    def epsilon(self, *, within: float = 0.0) -> float | None:
+        """Return what was spent so far; None where there is no guarantee."""
+        try:
+            spent = self.accountant.epsilon(self.delta, within=within)
+        except NotPrivate:
+            return None
+        return None if spent == math.inf else spent
+
+    def claimed_epsilon(self) -> float | None:
+        """Return the epsilon that the paper would claim for a statement that is void."""
+        claimed = make_accountant(self.accountant.name)
+        claimed.replace([(replace(s, void=None), n) for s, n in self.accountant.history])
+        spent = claimed.epsilon(self.delta)
+        return None if spent == math.inf else spent
+
+    def model(self) -> Tensor:
+        """Return the parameters that are handed out."""
+        return self.algorithm.model(self.server)
+
+    def accuracy(self) -> float:
+        """Return accuracy of the model on the public test part."""
+        problem = self._prepared
+        if self._position < self.stages[0].rounds:
+            # The server's state stands for the problem after the first stage from the beginning.
+            problem = self.algorithm.prepared(self.problem, self.server)
+        return problem.accuracy(self.model())
+
+    def statement(self, stage: Stage) -> Statement:
+        """Return what one round of ``stage`` tells, all its releases together."""
+        return self.release.statement(stage, self.multipliers[stage.name], self.void)
+
+    def round(self) -> Round:
+        """Run the next round.
+
+        Raises RuntimeError after the last one: the budget is for the rounds that were planned.
+        """
+        if self.finished:
+            raise RuntimeError(
+                f"Federation.round: all {len(self._schedule)} rounds were released; the budget is "
+                "for these"
+            )
+        begun = time.perf_counter()
+        stage = self._schedule[self._position]
+        self.rounds_begun += 1
+        ids = self._drawn()
+        sent = self.algorithm.broadcast(stage, self.server)
+        if self.terms.view == "each_upload":
+            # Uploads are seen one by one as they come, whatever becomes of the round.
+            self._account(stage)
+        uploads, state = self._clients_step(stage, ids, sent)
+        received = self._received(ids, uploads)
+        released = len(received.clients) >= self.release.required
+        if released:
+            self._open(stage, ids, received, state)
+        up, down = _bytes(received.uploads), len(ids) * sum(_bytes(x) for x in sent.values())
+        self.bytes_up, self.bytes_down = self.bytes_up + up, self.bytes_down + down
+        self.faults += received.faults
+        self.seconds += time.perf_counter() - begun
+        return Round(
+            self.rounds_begun, stage.name, len(ids), len(received.clients), released, up, down
+        )
+
+    def _drawn(self) -> Tensor:
+        """Return the clients of the next round, ascending.
+
+        A shuffled epoch is accounted as one exposure of every client, so its cohorts must keep to
+        the epochs that the accountant counts: one that was not released is asked again.
+        """
+        if self._cohorts is None or self._sampler is None:
+            return torch.arange(self.terms.clients)
+        cohort = self._again if self._again is not None else sorted(next(self._cohorts))
+        self._again = cohort if self._sampler.finishes_epochs else None
+        return torch.tensor(cohort, dtype=torch.int64)
+
+    def _account(self, stage: Stage) -> None:
+        self._again = None
+        self.accountant.compose(self.statement(stage))
+
+    def _clients_step(self, stage: Stage, ids: Tensor, sent: Tensors) -> tuple[Tensor, Tensors]:
+        """Return what the clients ``ids`` upload and their new state, all at once or in turn."""
+        keys, counters = self._keys.reserve(ids, stage.releases)
+        rate = self.release.record_rate
+        cohort = self._prepared.cohort(ids, rate, self._bits("records") if rate < 1 else None)
+        std = self.release.client_std(stage, self.multipliers[stage.name])
+        state = {name: value[ids] for name, value in self._clients.items()}
+
+        def step(cohort: Cohort, state: Tensors, rows: slice) -> tuple[Tensor, Tensors]:
+            noise = ClientNoise(stage, std, keys[rows], counters[rows])
+            problem, algorithm = self._prepared, self.algorithm
+            found = algorithm.client(Visit(stage, self.terms, problem, cohort, state, sent, noise))
+            noise.check_used(algorithm.name, found[0])
+            return found
+
+        if self.batched or len(ids) == 0:
+            return step(cohort, state, slice(None))
+        parts = []
+        for i in range(len(ids)):
+            one = slice(i, i + 1)
+            alone = self._prepared.only(cohort, i)
+            parts.append(step(alone, {name: value[one] for name, value in state.items()}, one))
+        states = {name: torch.cat([part[1][name] for part in parts]) for name in state}
+        return torch.cat([part[0] for part in parts]), states
+
+    def _received(self, ids: Tensor, uploads: Tensor) -> Received:
+        if self._transport is None:
+            return collect_rows(ids, uploads)
+        messages = self._transport(self.rounds_begun, ids, uploads)
+        shape = tuple(uploads.shape[1:])
+        return collect(messages, ids, self.rounds_begun, shape, uploads.dtype)
+
+    def _open(self, stage: Stage, ids: Tensor, received: Received, state: Tensors) -> None:
+        """Account for the sum, open it, and let the server and the clients go on from it."""
+        if self.terms.view == "aggregate":
+            self._account(stage)
+        total = received.total()
+        if self.release.central:
+            std = self.release.sum_std(stage, self.multipliers[stage.name])
+            add_gaussian_noise_(total, std, self._central_key)
+        mean = total / self.release.cohort
+        self.server = self.algorithm.server(stage, self.terms, self.server, mean)
+        for name, value in state.items():
+            self._clients[name][ids] = value
+        self._position += 1
+        if self._position < len(self._schedule) and stage is not self._schedule[self._position]:
+            self._prepared = self.algorithm.prepared(self.problem, self.server)
+
+    def _bits(self, what: str) -> Bits:
+        if self._seed is None:
+            return Bits()
+        return Bits(f"{self._seed}/{what}/{self.rounds_begun}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that goes on: server, clients, accountant, keys, sampler, counters.
+
+        Client state is private. Keys from the operating system are not in it.
+        """
+        return {
+            "algorithm": repr(self.algorithm),
+            "release": repr(self.release),
+            "delta": self.delta,
+            "multipliers": dict(self.multipliers),
+            "server": {name: value.clone() for name, value in self.server.items()},
+            "clients": {name: value.clone() for name, value in self._clients.items()},
+            "accountant": self.accountant.state_dict(),
+            "keys": self._keys.state_dict(),
+            "central_key": self._central_key.state_dict(),
+            "sampler": None if self._sampler is None else self._sampler.state_dict(),
+            "again": self._again,
+            "position": self._position,
+            "rounds_begun": self.rounds_begun,
+            "faults": dict(self.faults),
+            "bytes": [self.bytes_up, self.bytes_down],
+            "seconds": self.seconds,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after a checkpoint: same epsilon, never the same noise (but from a fixed seed).
+
+        Rounds that were released after the checkpoint are repeated and counted once. That is right
+        as long as nobody saw what they released: a server that others watch saves after each round.
+
+        Raises ValueError for the state of another algorithm, other terms or another budget.
+        """
+        for name, own in (
+            ("algorithm", repr(self.algorithm)),
+            ("release", repr(self.release)),
+            ("delta", self.delta),
+            ("multipliers", self.multipliers),
+        ):
+            if state[name] != own:
+                raise ValueError(
+                    f"Federation.load_state_dict: {name} must be {own}, got the state of "
+                    f"{state[name]}; make the federation as it was"
+                )
+        self.accountant.load_state_dict(state["accountant"])
+        self.server = {name: value.clone() for name, value in state["server"].items()}
+        self._clients = {name: value.clone() for name, value in state["clients"].items()}
+        self._keys.load_state_dict(state["keys"])
+        self._central_key.load_state_dict(state["central_key"])
+        if self._sampler is not None:
+            self._sampler.load_state_dict(state["sampler"])
+            self._cohorts = _endless(self._sampler)
+        self._again = state["again"]
+        self._position, self.rounds_begun = state["position"], state["rounds_begun"]
+        self.faults = Counter(state["faults"])
+        self.bytes_up, self.bytes_down = state["bytes"]
+        self.seconds = state["seconds"]
+        self._prepared = self.problem
+        if len(self.stages) > 1 and self._position >= self.stages[0].rounds:
+            self._prepared = self.algorithm.prepared(self.problem, self.server)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write ``state_dict`` to ``path``, as a whole or not at all."""
+        from dpkernels.run.checkpoint import write_atomically
+
+        write_atomically(path, self.state_dict())
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Go on from what ``save`` wrote."""
+        from dpkernels.run.checkpoint import read
+
+        self.load_state_dict(read(path))
+
+
+def _check_fits(problem: Problem, terms: Terms, sampler: PrivateSampler | None) -> None:
+    if problem.clients != terms.clients:
+        raise ValueError(
+            f"Federation: terms must have the problem's {problem.clients} clients, got "
+            f"{terms.clients}"
+        )
+    if tuple(problem.shape) != tuple(terms.shape):
+        raise ValueError(
+            f"Federation: terms must have the shape of the problem's parameters, "
+            f"{list(problem.shape)}, got {list(terms.shape)}"
+        )
+    if sampler is not None and sampler.num_records != terms.clients:
+        raise ValueError(
+            f"Federation: sampler must draw from {terms.clients} clients, got {sampler.num_records}"
+        )
+
+
+def _check_last_cohort(sampler: PrivateSampler | None, required: int) -> None:
+    """Raise ValueError where the last cohort of a shuffled epoch could never be released."""
+    if not isinstance(sampler, ShuffledSampler) or sampler.drop_last:
+        return
+    last = sampler.num_records % sampler.batch_size or sampler.batch_size
+    if last < required:
+        raise ValueError(
+            f"Federation: every cohort must have the {required} clients that 'aggregate' needs, "
+            f"but the last of an epoch has {last}; take a cohort size that divides the "
+            f"{sampler.num_records} clients, or drop_last=True"
+        )
+
+
+def _endless(sampler: PrivateSampler) -> Iterator[list[int]]:
+    while True:
+        yield from sampler
+
+
+def _bytes(values: Tensor) -> int:
+    return values.numel() * values.element_size()
