@@ -20,21 +20,23 @@ Train the cells of a paper's table with the paper's settings, and write paper, o
 as Markdown, JSON and a plot. Every training has a folder of its own in --runs: those at their end
 are read, others are gone on with. The table has all that is finished there, whatever this command
 asked for. After Ctrl-C the same command goes on."""
+FEDERATED = ("dp-fedsofim", "dp-fednew")
 _CHANGEABLE = ("epochs", "batch_size")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes to ``parser``."""
     add = parser.add_argument
-    add("paper", choices=["dp-kfc"], help="whose tables")
+    add("paper", choices=["dp-kfc", *FEDERATED], help="whose tables")
     add(
         "--table",
-        required=True,
-        help="1, 2, 5, 6 or 7; tuned: our own settings; search: their choice",
+        help="dp-kfc: 1, 2, 5, 6 or 7; tuned: our own settings; search: their choice; dp-fednew: "
+        "8, 5, views, features, synthetic or users (default: all); dp-fedsofim: 1",
     )
     add("--epsilon", type=float, nargs="+", help="budgets (default: the table's)")
     add("--methods", nargs="+", help="as dpkernels train names them (default: the table's)")
-    add("--seeds", type=int, default=3, help="trainings of each cell (default 3)")
+    add("--clients", type=int, nargs="+", help="dp-fednew: numbers of clients (the table's)")
+    add("--seeds", type=int, help="trainings of each cell (default 3; federated papers 5)")
     add("--jobs", type=int, default=1, help="trainings at once, cores shared (default 1)")
     add(
         "--timing",
@@ -44,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--timing-repeats", type=int, default=1, help="the median of how many (default 1)")
     add("--data-dir", help="folder of the data sets (default $DPKERNELS_DATA)")
-    add("--runs", type=Path, default=Path("runs") / "dp-kfc", help="folder of the trainings")
+    add("--runs", type=Path, help="folder of the trainings (default runs/PAPER)")
     add("--output", type=Path, default=Path("benchmarks") / "results", help="folder of the tables")
     add("--epochs", type=int, help="instead of the paper's: a trial, in files that say so")
     add("--batch-size", type=int, help="likewise")
@@ -57,7 +59,14 @@ def run(options: argparse.Namespace) -> int:
     0, 1 if a training failed, 2 for what cannot be done, 130 after Ctrl-C.
     """
     status = 0
+    if options.seeds is None:
+        options.seeds = 5 if options.paper in FEDERATED else 3
+    if options.paper in FEDERATED:
+        return _run_federated(options)
+    options.runs = options.runs or Path("runs") / options.paper
     try:
+        if options.table is None:
+            raise ValueError("table: name one of dp-kfc's with --table")
         plan = _plan(options)
         try:
             _train(plan, options)
@@ -74,6 +83,35 @@ def run(options: argparse.Namespace) -> int:
     if plan.failed:
         print(f"dpkernels repro: failed: {'; '.join(plan.failed)}", file=sys.stderr)
     return status or int(bool(plan.failed))
+
+
+def _run_federated(options: argparse.Namespace) -> int:
+    """Run the tables of a federated paper; return the exit status."""
+    from dpkernels.repro.federated import command
+
+    try:
+        _check_federated(options)
+        for file in command.run(options):
+            print(f"written: {file}")
+    except KeyboardInterrupt:
+        print("\ndpkernels repro: stopped; the same command goes on", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        raise
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"dpkernels repro: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _check_federated(options: argparse.Namespace) -> None:
+    """Raise ValueError for what only dp-kfc's tables take, and for numbers below 1."""
+    for name in ("methods", "timing", *_CHANGEABLE):
+        if getattr(options, name):
+            raise ValueError(f"{name}: {options.paper} does not take it; leave it out")
+    for name in ("seeds", "jobs"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name} must be an integer >= 1, got {getattr(options, name)}")
 
 
 @dataclass

@@ -1,0 +1,91 @@
+"""``dpkernels repro dp-fedsofim`` and ``dp-fednew``: choose, run, write."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from dpkernels.precondition.diagnostics_plots import require_matplotlib
+from dpkernels.repro import provenance
+from dpkernels.repro.federated import dp_fednew, dp_fedsofim, report
+from dpkernels.repro.federated.study import Result, Table, conduct
+from dpkernels.train.data import folder_of
+from dpkernels.whole_file import write_text
+
+
+def run(options: argparse.Namespace) -> list[Path]:
+    """Run a table and write it; return the files. Runs that were kept are not run again.
+
+    Raises ValueError for a table or budget that is not known, MissingData without the data sets.
+    """
+    require_matplotlib()  # now, and not after an hour
+    if options.data_dir:
+        os.environ["DPKERNELS_DATA"] = str(options.data_dir)
+    folder_of(None)
+    tables = [_table(options, name) for name in _names(options)]
+    runs = options.runs or Path("runs") / options.paper
+    written: list[Path] = []
+    for table in tables:
+        results = conduct(
+            table.cells,
+            folder=runs,
+            validation=table.validation,
+            seeds=options.seeds,
+            jobs=options.jobs,
+            report=lambda text: print(text, flush=True),
+        )
+        written += _write(options, table, results)
+    return written
+
+
+def _names(options: argparse.Namespace) -> Sequence[str]:
+    known = tuple(dp_fednew.TABLES) if options.paper == "dp-fednew" else ("1",)
+    if options.table is None:
+        return known
+    if options.table not in known:
+        raise ValueError(
+            f"table: {options.paper} has {', '.join(known)}, got {options.table!r}; leave it out "
+            "for all"
+        )
+    return (options.table,)
+
+
+def _table(options: argparse.Namespace, name: str) -> Table:
+    if options.paper == "dp-fedsofim":
+        if options.clients:
+            raise ValueError("clients: dp-fedsofim has 20; leave --clients out")
+        table = dp_fedsofim.table()
+    else:
+        make = dp_fednew.TABLES[name]
+        table = make(options.clients) if options.clients else make()
+    return table.at(options.epsilon) if options.epsilon else table
+
+
+def _write(options: argparse.Namespace, table: Table, results: Sequence[Result]) -> list[Path]:
+    where = provenance.collect()
+    stem = f"{options.paper.replace('-', '_')}_table{table.name}"
+    if not table.name.isdigit():
+        stem = f"{options.paper.replace('-', '_')}_{table.name}"
+    options.output.mkdir(parents=True, exist_ok=True)
+    files = [options.output / f"{stem}.{suffix}" for suffix in ("json", "md", "png")]
+    title = f"{table.paper}: {table.caption}"
+    content = report.to_dict(title, table.notes, results, where, _command(options, table.name))
+    write_text(files[0], json.dumps(content, indent=1) + "\n")
+    text = report.markdown(title, table.notes, results, where)
+    if table.by_round is not None:
+        text += report.rounds_table(results, table.by_round)
+    write_text(files[1], text)
+    report.draw(title, results, files[2])
+    return files
+
+
+def _command(options: argparse.Namespace, name: str) -> str:
+    words = ["dpkernels repro", options.paper, "--table", name, "--seeds", str(options.seeds)]
+    if options.clients:
+        words += ["--clients", *map(str, options.clients)]
+    if options.epsilon:
+        words += ["--epsilon", *(f"{epsilon:g}" for epsilon in options.epsilon)]
+    return " ".join(words)

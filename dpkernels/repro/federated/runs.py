@@ -1,0 +1,207 @@
+"""One federated run: its settings, what came of it, and where that is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+from dpkernels.federated import (
+    Algorithm,
+    Centred,
+    Federation,
+    FedFC,
+    FedGD,
+    FedNew,
+    FedSOFIM,
+    Scaffold,
+    SoftmaxProblem,
+    Terms,
+)
+from dpkernels.federated.contract import Unit
+from dpkernels.federated.data import (
+    FederatedData,
+    Statistic,
+    declared_public,
+    holdout,
+    load,
+    of_synthetic,
+)
+from dpkernels.privacy.mechanism import Adjacency, View
+from dpkernels.repro import provenance
+from dpkernels.whole_file import write_text
+
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    kind.name: kind for kind in (FedGD, FedSOFIM, FedNew, FedFC, Scaffold)
+}
+Settings = tuple[tuple[str, Any], ...]
+
+
+def settings(**values: Any) -> Settings:
+    """Return ``values`` in an order of their own, so that equal ones are equal."""
+    return tuple(sorted(values.items()))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Whose records, parted how, and what is seen of them.
+
+    dataset: as ``federated.data`` names it; ``synthetic:A,B`` for Noble's generator.
+    public: statistics of the records that are declared public, such as ``pca:100``.
+    delta: None for 1 / the number of training records.
+    """
+
+    dataset: str
+    clients: int
+    partition: str = "iid"
+    public: tuple[str, ...] = ()
+    unit: Unit = "record"
+    view: View = "aggregate"
+    adjacency: Adjacency = "add-remove"
+    delta: float | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run. Equal runs give equal results: seeds are fixed, for comparison, not for release.
+
+    centre: settings of ``Centred`` around the algorithm; None for none.
+    epsilon: None for no noise.
+    validation: how many training records are held out and take the place of the test part.
+    """
+
+    place: Place
+    algorithm: str
+    settings: Settings
+    rounds: int
+    epsilon: float | None
+    seed: int
+    validation: int = 0
+    centre: Settings | None = None
+    every: int = 10
+
+    @property
+    def digest(self) -> str:
+        """What its file is called."""
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run.
+
+    accuracy: in percent, by round. epsilon: spent, None without a guarantee, and then ``void`` says
+    why and ``claimed`` what the paper would say.
+    """
+
+    accuracy: Mapping[int, float]
+    epsilon: float | None
+    claimed: float | None
+    void: str | None
+    bytes_up: int
+    bytes_down: int
+    seconds: float
+    origin: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def final(self) -> float:
+        """Accuracy after the last round, in percent."""
+        return self.accuracy[max(self.accuracy)]
+
+
+def algorithm_of(run: Run) -> Algorithm:
+    """Return the algorithm with its settings."""
+    found = ALGORITHMS[run.algorithm](**dict(run.settings))
+    return found if run.centre is None else Centred(found, **dict(run.centre))
+
+
+@lru_cache(maxsize=2)
+def _data(dataset: str, public: tuple[str, ...], validation: int, clients: int) -> FederatedData:
+    """Return the data; ``clients`` matters to what is generated for each client."""
+    if dataset.startswith("synthetic:"):
+        alpha, beta = map(float, dataset.removeprefix("synthetic:").split(","))
+        data = of_synthetic(alpha, beta, clients=clients)
+    else:
+        data = load(dataset)
+    if validation:
+        data = holdout(data, validation)
+    for statistic in public:
+        what, _, components = statistic.partition(":")
+        size = int(components) if components else None
+        data = declared_public(data, cast(Statistic, what), size)
+    return data
+
+
+@lru_cache(maxsize=2)
+def _problem(place: Place, validation: int) -> SoftmaxProblem:
+    generated = place.clients if place.dataset.startswith("synthetic:") else 0
+    data = _data(place.dataset, place.public, validation, generated)
+    parts = data.partition(place.partition, place.clients, 0)
+    return SoftmaxProblem(parts.of(data.x, data.y), data.x_test, data.y_test, classes=data.classes)
+
+
+def perform(run: Run) -> Outcome:
+    """Run it from its first round to its last."""
+    place = run.place
+    problem = _problem(place, run.validation)
+    count = len(problem.records.labels)
+    terms = Terms(
+        place.clients,
+        count / place.clients,
+        problem.shape,
+        run.rounds,
+        place.unit,
+        place.view,
+        place.adjacency,
+    )
+    delta = place.delta or 1 / count
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*with the fixed seed")
+        federation = Federation(
+            algorithm_of(run), problem, terms, epsilon=run.epsilon, delta=delta, seed=run.seed
+        )
+    before = federation.rounds_planned - run.rounds  # releases before training
+    accuracy: dict[int, float] = {}
+    while not federation.finished:
+        federation.round()
+        trained = federation.rounds_released - before
+        if trained == run.rounds or (trained > 0 and trained % run.every == 0):
+            accuracy[trained] = 100 * federation.accuracy()
+    return Outcome(
+        accuracy,
+        federation.epsilon(),
+        federation.claimed_epsilon() if federation.void else None,
+        federation.void,
+        federation.bytes_up,
+        federation.bytes_down,
+        federation.seconds,
+    )
+
+
+def read(run: Run, folder: Path) -> Outcome | None:
+    """Return what ``folder`` has of ``run``, if it does."""
+    try:
+        kept = json.loads((folder / f"{run.digest}.json").read_text())["outcome"]
+    except (FileNotFoundError, json.JSONDecodeError, KeyError):
+        return None
+    accuracy = {int(number): value for number, value in kept.pop("accuracy").items()}
+    return Outcome(accuracy, **kept)
+
+
+def perform_and_keep(run: Run, folder: Path) -> Outcome:
+    """Return ``run`` from ``folder``, or run it and keep it there."""
+    done = read(run, folder)
+    if done is not None:
+        return done
+    origin = {**provenance.commit(), "cpu": provenance.cpu_model()}
+    outcome = dataclasses.replace(perform(run), origin=origin)
+    content = {"run": dataclasses.asdict(run), "outcome": dataclasses.asdict(outcome)}
+    write_text(folder / f"{run.digest}.json", json.dumps(content) + "\n")
+    return outcome
