@@ -18,7 +18,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-kernels test test-long bench bench-training lint gpu-check cuda-build \
+.PHONY: help demo demo-kernels test test-long bench bench-training bench-federated lint gpu-check cuda-build \
 	sanitize sanitize-threads build clean
 
 help: ## show this list
@@ -43,6 +43,10 @@ bench: $(BUILT) ## measure the kernels against plain PyTorch and torch.compile
 
 bench-training: $(BUILT) ## measure private training against plain SGD, Opacus and vmap
 	@$(BIN)/python -m benchmarks.training
+
+bench-federated: $(BUILT) ## measure federated rounds against loops, pfl-research and Flower
+	@$(BIN)/python -m benchmarks.federated peers --prepare
+	@$(BIN)/python -m benchmarks.federated all
 
 lint: $(ENVIRONMENT) ## check style and types
 	@$(BIN)/ruff check .

@@ -1,0 +1,1 @@
+"""Federated rounds against per-client loops and other frameworks: ``-m benchmarks.federated``."""

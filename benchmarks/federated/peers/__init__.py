@@ -1,0 +1,1 @@
+"""The same round in other frameworks, each in an environment of its own under ``build/peers``."""
