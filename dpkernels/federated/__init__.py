@@ -4,10 +4,10 @@
 """
 
 from dpkernels.federated.algorithms import Centred, FedFC, FedGD, FedNew, FedSOFIM, Scaffold
-from dpkernels.federated.contract import Algorithm, Query, Stage, Terms, Visit
+from dpkernels.federated.contract import Algorithm, Query, Seen, Stage, Terms, Visit
 from dpkernels.federated.loop import Federation, Round
 from dpkernels.federated.model import ModelProblem
-from dpkernels.federated.problem import Cohort, Problem
+from dpkernels.federated.problem import Cohort, Layer, LocalSGD, Problem
 from dpkernels.federated.received import Message
 from dpkernels.federated.softmax import SoftmaxProblem
 
@@ -20,12 +20,15 @@ __all__ = [
     "FedNew",
     "FedSOFIM",
     "Federation",
+    "Layer",
+    "LocalSGD",
     "Message",
     "ModelProblem",
     "Problem",
     "Query",
     "Round",
     "Scaffold",
+    "Seen",
     "SoftmaxProblem",
     "Stage",
     "Terms",

@@ -3,10 +3,10 @@
     server state --broadcast--> clients (records, own state, own noise)
          ^                         |
          |                      upload
-         +---- server step <---- mean of the uploads that arrived
+         +---- server step <---- what is seen of the uploads that arrived
 
 An algorithm says three things: what a client computes (``client``), how far one unit can move it
-(``stages``), and what the server does with the mean (``server``). All functions are pure: state
+(``stages``), and what the server does with what it sees (``server``). All functions are pure: state
 goes in and comes out. ``client`` takes the clients of a round stacked along the first axis, one or
 hundreds, and gives each client the same numbers in both cases. Sampling, noise, faults, accounting,
 bytes, evaluation and checkpoints belong to ``loop.Federation``.
@@ -18,7 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, NoReturn, get_args
 
 from torch import Tensor
 
@@ -106,6 +106,7 @@ class Stage:
     rounds: how many.
     releases: how often a client releases the query in one round: 1, or once for each local step.
     uploaded: whether what a client uploads is the release itself, and not made of it.
+    redrawn: whether records are drawn anew for every release of a round, and not once for all.
     share: of the budget. Budgets of Gaussian releases add up in squares: a stage with share s, of
         all shares' total 1, has s of the sum of (sensitivity / noise)^2.
     """
@@ -116,15 +117,24 @@ class Stage:
     releases: int = 1
     share: float = 1.0
     uploaded: bool = True
+    redrawn: bool = False
+
+
+def _nothing_to_draw() -> NoReturn:
+    raise RuntimeError("Visit: it was made without chance; pass draw and seeds")
 
 
 @dataclass(frozen=True)
 class Visit:
     """What the clients of one round have to compute from.
 
-    problem, cohort: whose records, and how gradients of them are taken.
+    problem, cohort: whose records, and how gradients of them are taken. Where the stage draws
+        records anew, cohort has the first draw.
     state: rows ``[k, ...]`` of what these clients keep. sent: what ``broadcast`` returned.
     noisy: to be called ``stage.releases`` times, on ``[k, *stage.query.shape]``.
+    draw: returns the next cohort of a stage that draws records anew; else the same one.
+    seeds: returns int64 ``[k]``: of each client's own chance in this round (order of batches,
+        dropout), and of nothing that protects anybody.
     """
 
     stage: Stage
@@ -134,6 +144,22 @@ class Visit:
     state: Tensors
     sent: Tensors
     noisy: Noisy
+    draw: Callable[[], Cohort] = _nothing_to_draw
+    seeds: Callable[[], Tensor] = _nothing_to_draw
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the server sees of a round.
+
+    mean: ``[*shape]``, the sum of what arrived, divided by the public number of clients.
+    clients, uploads: who sent what, int64 ``[k]`` and ``[k, *shape]``. None under ``aggregate``:
+        only the sum is opened (but for an algorithm that is ``void`` there, and says so).
+    """
+
+    mean: Tensor
+    clients: Tensor | None = None
+    uploads: Tensor | None = None
 
 
 class Algorithm(ABC):
@@ -164,16 +190,20 @@ class Algorithm(ABC):
         """Return what is sent to every client of a round."""
         return {"theta": server["theta"]}
 
+    def sent_to(self, stage: Stage, server: Tensors, ids: Tensor) -> Tensors:
+        """Return what each of the clients ``ids`` gets of its own, rows ``[k, ...]``; else nothing.
+
+        It comes with ``broadcast`` in ``visit.sent``, in place of what has the same name there.
+        """
+        return {}
+
     @abstractmethod
     def client(self, visit: Visit) -> tuple[Tensor, Tensors]:
         """Return what the clients of a round upload, ``[k, *shape]``, and their new state."""
 
     @abstractmethod
-    def server(self, stage: Stage, terms: Terms, server: Tensors, mean: Tensor) -> Tensors:
-        """Return the server's state after a round.
-
-        mean: ``[*shape]``, the sum of what arrived, divided by the public number of clients.
-        """
+    def server(self, stage: Stage, terms: Terms, server: Tensors, seen: Seen) -> Tensors:
+        """Return the server's state after a round."""
 
     def prepared(self, problem: Problem, server: Tensors) -> Problem:
         """Return the problem that later stages train on, from what the server has released."""

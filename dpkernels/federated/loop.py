@@ -8,6 +8,7 @@ One round, in this order:
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
@@ -20,14 +21,10 @@ import torch
 from torch import Tensor
 
 from dpkernels.federated.client_noise import ClientNoise
-from dpkernels.federated.contract import Algorithm, Stage, Tensors, Terms, Visit
-from dpkernels.federated.problem import Cohort, Problem
-from dpkernels.federated.received import (
-    Message,
-    Received,
-    collect,
-    collect_rows,
-)
+from dpkernels.federated.contract import Algorithm, Seen, Stage, Tensors, Terms, Visit
+from dpkernels.federated.problem import Problem
+from dpkernels.federated.received import Message, Received, collect, collect_rows
+from dpkernels.federated.record_draws import RecordDraws
 from dpkernels.federated.release import Release, calibrate, check_stages
 from dpkernels.ops.noise import NoiseKey, RowKeys, add_gaussian_noise_
 from dpkernels.privacy.accountants import make_accountant
@@ -206,15 +203,18 @@ class Federation:
         self.rounds_begun += 1
         ids = self._drawn()
         sent = self.algorithm.broadcast(stage, self.server)
+        own = self.algorithm.sent_to(stage, self.server, ids)
         if self.terms.view == "each_upload":
             # Uploads are seen one by one as they come, whatever becomes of the round.
             self._account(stage)
-        uploads, state = self._clients_step(stage, ids, sent)
+        uploads, state = self._clients_step(stage, ids, sent, own)
         received = self._received(ids, uploads)
         released = len(received.clients) >= self.release.required
         if released:
             self._open(stage, ids, received, state)
-        up, down = _bytes(received.uploads), len(ids) * sum(_bytes(x) for x in sent.values())
+        up = _bytes(received.uploads)
+        common = {name: value for name, value in sent.items() if name not in own}
+        down = len(ids) * sum(map(_bytes, common.values())) + sum(map(_bytes, own.values()))
         self.bytes_up, self.bytes_down = self.bytes_up + up, self.bytes_down + down
         self.faults += received.faults
         self.seconds += time.perf_counter() - begun
@@ -236,30 +236,47 @@ class Federation:
 
     def _account(self, stage: Stage) -> None:
         self._again = None
-        self.accountant.compose(self.statement(stage))
+        self.accountant.compose(self.statement(stage), self.release.steps(stage))
 
-    def _clients_step(self, stage: Stage, ids: Tensor, sent: Tensors) -> tuple[Tensor, Tensors]:
+    def _clients_step(
+        self, stage: Stage, ids: Tensor, sent: Tensors, own: Tensors
+    ) -> tuple[Tensor, Tensors]:
         """Return what the clients ``ids`` upload and their new state, all at once or in turn."""
         keys, counters = self._keys.reserve(ids, stage.releases)
-        rate = self.release.record_rate
-        cohort = self._prepared.cohort(ids, rate, self._bits("records") if rate < 1 else None)
+        draws = RecordDraws(
+            self._prepared,
+            ids,
+            self.release.record_rate,
+            self._bits("records"),
+            redrawn=self.release.redraws(stage),
+        )
         std = self.release.client_std(stage, self.multipliers[stage.name])
         state = {name: value[ids] for name, value in self._clients.items()}
+        chance = self._bits("chance")
+        seeds = functools.cache(lambda: chance.take(self.terms.clients, torch.int64)[ids])
 
-        def step(cohort: Cohort, state: Tensors, rows: slice) -> tuple[Tensor, Tensors]:
+        def step(row: int | None) -> tuple[Tensor, Tensors]:
+            rows = slice(None) if row is None else slice(row, row + 1)
             noise = ClientNoise(stage, std, keys[rows], counters[rows])
-            problem, algorithm = self._prepared, self.algorithm
-            found = algorithm.client(Visit(stage, self.terms, problem, cohort, state, sent, noise))
-            noise.check_used(algorithm.name, found[0])
+            draw = draws.of(row)
+            visit = Visit(
+                stage,
+                self.terms,
+                self._prepared,
+                draw(),
+                {name: value[rows] for name, value in state.items()},
+                sent | {name: value[rows] for name, value in own.items()},
+                noise,
+                draw,
+                lambda: seeds()[rows],
+            )
+            found = self.algorithm.client(visit)
+            noise.check_used(self.algorithm.name, found[0])
             return found
 
         if self.batched or len(ids) == 0:
-            return step(cohort, state, slice(None))
-        parts = []
-        for i in range(len(ids)):
-            one = slice(i, i + 1)
-            alone = self._prepared.only(cohort, i)
-            parts.append(step(alone, {name: value[one] for name, value in state.items()}, one))
+            return step(None)
+        parts = [step(row) for row in range(len(ids))]
         states = {name: torch.cat([part[1][name] for part in parts]) for name in state}
         return torch.cat([part[0] for part in parts]), states
 
@@ -278,8 +295,10 @@ class Federation:
         if self.release.central:
             std = self.release.sum_std(stage, self.multipliers[stage.name])
             add_gaussian_noise_(total, std, self._central_key)
-        mean = total / self.release.cohort
-        self.server = self.algorithm.server(stage, self.terms, self.server, mean)
+        seen = Seen(total / self.release.cohort)
+        if self.terms.view == "each_upload" or self.void is not None:
+            seen = replace(seen, clients=received.clients, uploads=received.uploads)
+        self.server = self.algorithm.server(stage, self.terms, self.server, seen)
         for name, value in state.items():
             self._clients[name][ids] = value
         self._position += 1

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from dpkernels.engine import PrivateTraining, make_private
-from dpkernels.federated.problem import Cohort, Problem
+from dpkernels.federated.problem import Cohort, Layer, LocalSGD, Problem
 from dpkernels.privacy.draws import Bits, each_with_probability
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -55,6 +55,7 @@ class ModelProblem(Problem):
         self._start = parameters_to_vector(self._trained).detach().clone()
         self.shape = tuple(self._start.shape)
         self.clients = len(parts)
+        self.layers = tuple(_layers(model))
         rows = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
         if len(rows.unique()) != len(rows):
             raise ValueError(
@@ -118,6 +119,30 @@ class ModelProblem(Problem):
             self.model.zero_grad()
         return torch.stack(sums) if sums else theta.new_zeros(0, *self.shape)
 
+    def local_updates(
+        self, cohort: Cohort, theta: Tensor, local: LocalSGD, seeds: Tensor
+    ) -> Tensor:
+        """Return w - theta of each client, ``[k, D]``, one client after the other."""
+        moved = []
+        for seed, rows in zip(seeds.tolist(), self._at_each(cohort, theta), strict=True):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                self._train(rows, local)
+            moved.append(parameters_to_vector(self._trained).detach())
+        return torch.stack(moved) - theta if moved else theta.new_zeros(0, *self.shape)
+
+    def _train(self, rows: Tensor, local: LocalSGD) -> None:
+        """Take ``local``'s steps on the model, from the parameters that it has."""
+        for _ in range(local.epochs):
+            for part in rows[torch.randperm(len(rows))].split(local.batch_size):
+                if len(part):
+                    self._loss(self.model(self._x[part]), self._y[part]).backward()
+                    with torch.no_grad():
+                        for p in self._trained:
+                            if p.grad is not None:
+                                p.sub_(p.grad, alpha=local.lr / len(part))
+                    self.model.zero_grad()
+
     def _at_each(self, cohort: Cohort, theta: Tensor) -> Iterator[Tensor]:
         """Yield the rows of one client after the other, with its parameters in the model."""
         for index, rows in enumerate(cohort.held):
@@ -149,3 +174,11 @@ class ModelProblem(Problem):
                 right += int((self.model(x).argmax(1) == y).sum())
         self.model.train(training)
         return right / len(self._y_test)
+
+
+def _layers(model: nn.Module) -> Iterator[Layer]:
+    begin = 0
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            yield Layer(name, begin, tuple(p.shape))
+            begin += p.numel()

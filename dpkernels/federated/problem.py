@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dpkernels.ops.checks import check_finite
 from dpkernels.privacy.draws import Bits
 
 
@@ -25,14 +26,46 @@ class Cohort:
         return len(self.ids)
 
 
+@dataclass(frozen=True)
+class LocalSGD:
+    """What a client does by itself: ``epochs`` passes over its records by SGD, from theta.
+
+    Each epoch goes through the records in an order of its own, ``batch_size`` at a time, the last
+    batch being what is left: w <- w - lr (mean gradient of the batch).
+    """
+
+    epochs: int = 1
+    batch_size: int = 64
+    lr: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1 or self.batch_size < 1:
+            raise ValueError(
+                f"LocalSGD: epochs and batch_size must be >= 1, got {self.epochs} and "
+                f"{self.batch_size}"
+            )
+        check_finite("LocalSGD", "lr", self.lr, above=0.0)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Where a parameter of the model is in the vector of all, and its shape."""
+
+    name: str
+    begin: int
+    shape: tuple[int, ...]
+
+
 class Problem(ABC):
     """Records of all clients, and a model with parameters ``[*shape]``.
 
     shape: of the parameters. clients: how many there are.
+    layers: the parameters that make up ``shape``, in order.
     """
 
     shape: tuple[int, ...]
     clients: int
+    layers: tuple[Layer, ...]
 
     @abstractmethod
     def initial(self) -> Tensor:
@@ -60,6 +93,18 @@ class Problem(ABC):
     @abstractmethod
     def gradient_sums(self, cohort: Cohort, theta: Tensor) -> Tensor:
         """Return each client's sum of records' gradients as they are, ``[k, *shape]``."""
+
+    def local_updates(
+        self, cohort: Cohort, theta: Tensor, local: LocalSGD, seeds: Tensor
+    ) -> Tensor:
+        """Return w - theta of each client after ``local``, ``[k, *shape]``; 0 without records.
+
+        theta: ``[*shape]``, or ``[k, *shape]`` with a start for each client.
+        seeds: int64 ``[k]``, of each client's order of records and dropout.
+        """
+        raise TypeError(
+            f"local_updates: {type(self).__name__} has gradients only; take ModelProblem"
+        )
 
     @abstractmethod
     def accuracy(self, theta: Tensor) -> float:

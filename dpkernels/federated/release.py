@@ -71,11 +71,20 @@ class Release:
         shares = self.required if self.terms.view == "aggregate" else 1
         return self.sum_std(stage, multiplier) / math.sqrt(shares)
 
-    def statement(self, stage: Stage, multiplier: float, void: str | None = None) -> Statement:
-        """Return what one round of ``stage`` tells whoever sees it: all its releases together.
+    def redraws(self, stage: Stage) -> bool:
+        """Return whether every release of a round draws its records anew."""
+        return stage.redrawn and self.terms.unit == "record" and self.record_rate < 1
 
-        They are one step, because clients and records are drawn once for all of them: ``releases``
-        steps that each draw anew would be amplified more, and spread over a shuffled epoch.
+    def steps(self, stage: Stage) -> int:
+        """Return how many steps a round of ``stage`` counts as."""
+        return stage.releases if self.redraws(stage) else 1
+
+    def statement(self, stage: Stage, multiplier: float, void: str | None = None) -> Statement:
+        """Return what one step of ``stage`` tells whoever sees it; a round has ``steps(stage)``.
+
+        All releases of a round are one step where clients and records are drawn once for all of
+        them: ``releases`` steps that each draw anew would be amplified more, and spread over a
+        shuffled epoch. Where records are drawn anew for each, each is a step.
 
         Under ``each_upload`` that is one client's upload: a unit is with one client, and what the
         others upload does not depend on it.
@@ -92,7 +101,7 @@ class Release:
         if self.terms.unit == "record" and self.record_rate < 1:
             facts = {"sampling": Poisson(self.record_rate), "sampled": "records"}
         return Statement(
-            (query,) * stage.releases,
+            (query,) * (stage.releases // self.steps(stage)),
             adjacency=self.terms.adjacency,
             unit=self.terms.unit,
             view=self.terms.view,
@@ -125,6 +134,8 @@ def calibrate(
     if epsilon is None:
         return {stage.name: 0.0 for stage in stages}
     relative = {s.name: math.sqrt(s.rounds * s.releases / s.share) for s in stages}
-    planned = [(release.statement(s, relative[s.name]), s.rounds) for s in stages]
+    planned = [
+        (release.statement(s, relative[s.name]), s.rounds * release.steps(s)) for s in stages
+    ]
     scale = calibrate_noise_scale(epsilon, delta, planned, accountant=accountant)
     return {name: scale * value for name, value in relative.items()}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dpkernels.federated.clipping import clip_rows
-from dpkernels.federated.problem import Cohort, Problem
+from dpkernels.federated.problem import Cohort, Layer, Problem
 from dpkernels.ops import glm
 from dpkernels.privacy.draws import Bits, each_with_probability
 
@@ -40,6 +40,7 @@ class SoftmaxProblem(Problem):
         self.classes = classes
         self.shape = (classes, records.features)
         self.clients = records.clients
+        self.layers = (Layer("weight", 0, self.shape),)
         self._factored: tuple[object, glm.FeatureCovariance] | None = None
         self._spectrum: tuple[object, tuple[Tensor, Tensor]] | None = None
 

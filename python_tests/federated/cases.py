@@ -121,8 +121,8 @@ def watched(run: Federation) -> list[tuple[Tensor, Tensor]]:
     seen: list[tuple[Tensor, Tensor]] = []
     step = run._clients_step
 
-    def noting(stage: Any, ids: Tensor, sent: Any) -> Any:
-        uploads, state = step(stage, ids, sent)
+    def noting(stage: Any, ids: Tensor, *sent: Any) -> Any:
+        uploads, state = step(stage, ids, *sent)
         seen.append((ids.clone(), uploads.clone()))
         return uploads, state
 

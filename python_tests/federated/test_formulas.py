@@ -318,8 +318,8 @@ def test_steps_do_not_write_into_the_state_they_are_given(name):
         seen = {}
         step = run._clients_step
 
-        def noting(stage, ids, sent, step=step, clients=clients, before=before, seen=seen):
-            found = step(stage, ids, sent)
+        def noting(*arguments, step=step, clients=clients, before=before, seen=seen):
+            found = step(*arguments)
             seen["same"] = all(torch.equal(clients[key], before[1][key]) for key in clients)
             return found
 

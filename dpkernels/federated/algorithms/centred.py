@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpkernels.federated.algorithms.gradients import summed
 from dpkernels.federated.clipping import clip_rows
-from dpkernels.federated.contract import Algorithm, Query, Stage, Tensors, Terms, Visit
+from dpkernels.federated.contract import Algorithm, Query, Seen, Stage, Tensors, Terms, Visit
 from dpkernels.federated.problem import Problem
 from dpkernels.federated.softmax import SoftmaxProblem
 from dpkernels.ops.checks import check_finite
@@ -88,11 +88,11 @@ class Centred(Algorithm):
         means = sums if terms.unit == "record" else clip_rows(sums, self.feature_clip)
         return visit.noisy(means), visit.state
 
-    def server(self, stage: Stage, terms: Terms, server: Tensors, mean: Tensor) -> Tensors:
+    def server(self, stage: Stage, terms: Terms, server: Tensors, seen: Seen) -> Tensors:
         """Keep the mean, then step."""
         if stage.name == _STAGE:
-            return {**server, "feature_mean": mean}
-        found = self.inner.server(stage, self._inside(terms), server, mean)
+            return {**server, "feature_mean": seen.mean}
+        found = self.inner.server(stage, self._inside(terms), server, seen)
         return found | {"feature_mean": server["feature_mean"]}
 
     def prepared(self, problem: Problem, server: Tensors) -> Problem:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpkernels.federated.algorithms.gradients import client_gradients, gradient_query, summed
 from dpkernels.federated.clipping import clip_rows
-from dpkernels.federated.contract import Algorithm, Query, Stage, Tensors, Terms, Visit
+from dpkernels.federated.contract import Algorithm, Query, Seen, Stage, Tensors, Terms, Visit
 from dpkernels.federated.softmax import UNCLIPPED, SoftmaxProblem
 from dpkernels.ops import glm
 from dpkernels.ops.checks import check_finite
@@ -91,13 +91,13 @@ class FedFC(Algorithm):
         triangles = packed(sums)
         return triangles if terms.unit == "record" else clip_rows(triangles, bound)
 
-    def server(self, stage: Stage, terms: Terms, server: Tensors, mean: Tensor) -> Tensors:
+    def server(self, stage: Stage, terms: Terms, server: Tensors, seen: Seen) -> Tensors:
         """Invert the covariance, once; then take preconditioned steps."""
         if stage.name == "covariance":
-            values, vectors = torch.linalg.eigh(unpacked(mean, terms.shape[-1]).double())
+            values, vectors = torch.linalg.eigh(unpacked(seen.mean, terms.shape[-1]).double())
             inverse = (vectors / (values.clamp(min=0.0) + self.gamma)) @ vectors.mT
-            return {**server, "inverse": inverse.to(mean.dtype)}
-        step = mean @ server["inverse"] if terms.unit == "record" else mean
+            return {**server, "inverse": inverse.to(seen.mean.dtype)}
+        step = seen.mean @ server["inverse"] if terms.unit == "record" else seen.mean
         return {**server, "theta": server["theta"].sub(step, alpha=self.lr)}
 
 

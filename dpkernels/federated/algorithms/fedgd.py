@@ -15,7 +15,7 @@ from dpkernels.federated.algorithms.averaging import (
     start_average,
 )
 from dpkernels.federated.algorithms.gradients import client_gradients, gradient_query
-from dpkernels.federated.contract import Algorithm, Stage, Tensors, Terms, Visit
+from dpkernels.federated.contract import Algorithm, Seen, Stage, Tensors, Terms, Visit
 from dpkernels.ops.checks import check_finite
 
 
@@ -54,9 +54,9 @@ class FedGD(Algorithm):
         """Return noisy gradients at theta."""
         return visit.noisy(client_gradients(visit, visit.sent["theta"], self.clip)), {}
 
-    def server(self, stage: Stage, terms: Terms, server: Tensors, mean: Tensor) -> Tensors:
+    def server(self, stage: Stage, terms: Terms, server: Tensors, seen: Seen) -> Tensors:
         """Take one step."""
-        velocity = mean.add(server["velocity"], alpha=self.momentum)
+        velocity = seen.mean.add(server["velocity"], alpha=self.momentum)
         theta = server["theta"].sub(velocity, alpha=self.lr)
         state = {"theta": theta, "velocity": velocity}
         return state | add_iterate(server, theta, self.average, terms.rounds)

@@ -11,7 +11,7 @@ from torch import Tensor
 from dpkernels.federated.algorithms.gradients import client_gradients, summed
 from dpkernels.federated.algorithms.newton import HESSIANS, Hessian, Newton
 from dpkernels.federated.clipping import clip_rows
-from dpkernels.federated.contract import Algorithm, Query, Stage, Tensors, Terms, Visit
+from dpkernels.federated.contract import Algorithm, Query, Seen, Stage, Tensors, Terms, Visit
 from dpkernels.federated.received import all_finite
 from dpkernels.federated.softmax import UNCLIPPED
 from dpkernels.ops.checks import check_finite
@@ -230,9 +230,9 @@ class FedNew(Algorithm):
             s = clip_rows(gradient + pull, self.total_clip)
         return newton.solve(s, self.gamma)
 
-    def server(self, stage: Stage, terms: Terms, server: Tensors, mean: Tensor) -> Tensors:
+    def server(self, stage: Stage, terms: Terms, server: Tensors, seen: Seen) -> Tensors:
         """Take the mean direction."""
-        return {"theta": server["theta"].sub(mean, alpha=self.lr), "y": mean}
+        return {"theta": server["theta"].sub(seen.mean, alpha=self.lr), "y": seen.mean}
 
 
 def rescaled_by_xi(gradient: Tensor, pull: Tensor, bound: float) -> Tensor:

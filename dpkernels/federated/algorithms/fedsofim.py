@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpkernels.federated.algorithms.gradients import client_gradients, gradient_query
-from dpkernels.federated.contract import Algorithm, Stage, Tensors, Terms, Visit
+from dpkernels.federated.contract import Algorithm, Seen, Stage, Tensors, Terms, Visit
 from dpkernels.ops.checks import check_finite
 from dpkernels.ops.sherman_morrison import sofim_step_, woodbury_solve
 
@@ -53,14 +53,14 @@ class FedSOFIM(Algorithm):
         """Return noisy gradients at theta."""
         return visit.noisy(client_gradients(visit, visit.sent["theta"], self.clip)), {}
 
-    def server(self, stage: Stage, terms: Terms, server: Tensors, mean: Tensor) -> Tensors:
+    def server(self, stage: Stage, terms: Terms, server: Tensors, seen: Seen) -> Tensors:
         """Take one preconditioned step."""
         theta = server["theta"].clone()
         if self.window is None:
             momentum = server["momentum"].clone()
-            sofim_step_(theta, momentum, mean, beta=self.beta, rho=self.rho, lr=self.lr)
+            sofim_step_(theta, momentum, seen.mean, beta=self.beta, rho=self.rho, lr=self.lr)
             return {"theta": theta, "momentum": momentum}
-        gradient = mean.flatten()
+        gradient = seen.mean.flatten()
         window = torch.cat((server["window"], gradient.unsqueeze(0)))[-self.window :]
         step = woodbury_solve(window / len(window) ** 0.5, gradient, rho=self.rho)
         return {"theta": theta.sub_(step.view_as(theta), alpha=self.lr), "window": window}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpkernels.federated.algorithms.gradients import client_gradients, gradient_query
 from dpkernels.federated.clipping import clip_rows
-from dpkernels.federated.contract import Algorithm, Query, Stage, Tensors, Terms, Visit
+from dpkernels.federated.contract import Algorithm, Query, Seen, Stage, Tensors, Terms, Visit
 from dpkernels.ops.checks import check_finite
 
 Control = Literal["none", "uploaded", "clean"]
@@ -121,9 +121,9 @@ class Scaffold(Algorithm):
         made_of = clean if self.control == "clean" else upload
         return upload, {"control": made_of / (self.local_steps * self.local_lr) - correction}
 
-    def server(self, stage: Stage, terms: Terms, server: Tensors, mean: Tensor) -> Tensors:
+    def server(self, stage: Stage, terms: Terms, server: Tensors, seen: Seen) -> Tensors:
         """Take the mean difference; c is the mean of the clients' new c_i."""
         control = server["control"]
         if self.control != "none":
-            control = mean / (self.local_steps * self.local_lr)
-        return {"theta": server["theta"].sub(mean, alpha=self.lr), "control": control}
+            control = seen.mean / (self.local_steps * self.local_lr)
+        return {"theta": server["theta"].sub(seen.mean, alpha=self.lr), "control": control}
