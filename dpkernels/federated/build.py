@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -46,10 +47,10 @@ class Built:
         return problem.model
 
 
-def build(options: Options) -> Built:
+def build(options: Options, journal: Path | None = None) -> Built:
     """Load the data, part it among clients, calibrate the noise.
 
-    Raises ValueError for options that do not fit the data.
+    journal: of ``Federation``. Raises ValueError for options that do not fit the data.
     """
     data = data_of(options)
     # On a resumed run the number stands in the options already.
@@ -80,6 +81,8 @@ def build(options: Options) -> Built:
         max_dropouts=options.max_dropouts,
         transport=losing(options.lose, options.seed) if options.lose else None,
         seed=options.seed,
+        # A fixed seed repeats the rounds that were lost, noise and all.
+        journal=journal if options.seed is None else None,
     )
     return Built(options, data, federation, declared)
 

@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("files").add_argument
     add("--validation", type=int, help="leave so many records out, and measure accuracy on them")
     add("--evaluate-every", type=int, help="rounds between two measurements (rounds / 14)")
-    add("--checkpoint-every", type=int, help="rounds between checkpoints, at most (10)")
+    add("--checkpoint-every", type=int, help="rounds between checkpoints, at most (1)")
     add("--data-dir", help="folder of the data sets")
     add("--output", type=Path, help="folder of the run (runs/federated-DATASET-ALGORITHM)")
     add("--resume", action="store_true", help="go on with the run in --output")

@@ -16,6 +16,7 @@ from dpkernels.federated.options import Options
 from dpkernels.federated.outputs import (
     CHECKPOINT,
     CURVE,
+    JOURNAL,
     Evaluated,
     Outcome,
     write_metrics,
@@ -37,10 +38,9 @@ def federate(
     Unit, adjacency, view, sensitivity, noise and sampling: those of ``options``, as ``Federation``
     has them, and as the report states them.
 
-    resume: go on from the checkpoint in ``output``. A run that was killed repeats the rounds after
-    it, with other noise, and counts them once: nothing of a round is shown or written before there
-    is a checkpoint of it. (A server that is no simulation has seen those uploads: under
-    ``each_upload`` it must count them.)
+    resume: go on from the checkpoint in ``output``. Rounds after it that a killed run had opened
+    are counted, and given up from the end of the plan: epsilon stays what it was to be. (A fixed
+    seed repeats them, noise and all.)
 
     Raises KeyboardInterrupt, with a checkpoint of the last round written, if Ctrl-C was pressed.
     Errors before the first round leave neither checkpoint nor options. Raises ValueError for
@@ -52,7 +52,9 @@ def federate(
             f"output: {checkpoint} is not there: the run was stopped before its first round; leave "
             "--resume out to begin"
         )
-    built = build(options)
+    if not resume:
+        (output / JOURNAL).unlink(missing_ok=True)
+    built = build(options, output / JOURNAL)
     if built.federation.void is not None:
         print(f"NO GUARANTEE: {built.federation.void}", file=sys.stderr)
     elif options.budget is None:
@@ -70,7 +72,7 @@ def federate(
     except Exception:
         if built.federation.rounds_begun == 0:
             # Nothing was released: the folder must not seem to hold a run.
-            for name in (CHECKPOINT, kept_options.FILE):
+            for name in (CHECKPOINT, JOURNAL, kept_options.FILE):
                 (output / name).unlink(missing_ok=True)
         raise
 

@@ -20,18 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpkernels.federated.checks import check_fits, check_last_cohort
 from dpkernels.federated.client_noise import ClientNoise
 from dpkernels.federated.contract import Algorithm, Seen, Stage, Tensors, Terms, Visit
+from dpkernels.federated.journal import Journal
 from dpkernels.federated.problem import Problem
 from dpkernels.federated.received import Message, Received, collect, collect_rows
 from dpkernels.federated.record_draws import RecordDraws
-from dpkernels.federated.release import Release, calibrate, check_stages
+from dpkernels.federated.release import Release, affordable, calibrate, check_stages
 from dpkernels.ops.noise import NoiseKey, RowKeys, add_gaussian_noise_
 from dpkernels.privacy.accountants import make_accountant
 from dpkernels.privacy.draws import Bits
 from dpkernels.privacy.mechanism import EveryRecord, NotPrivate, Statement
 from dpkernels.privacy.private_sampler import PrivateSampler
-from dpkernels.privacy.samplers import ShuffledSampler
 
 # What happens to uploads between clients and server, for simulations of faults: given the round,
 # the clients and their uploads, returns what reaches the server.
@@ -73,6 +74,8 @@ class Federation:
     batched: compute all clients of a round in one call, or one after the other: the same numbers.
     transport: for simulations of faults.
     seed: for tests: fixes noise and draws, and protects nobody. A sampler has a seed of its own.
+    journal: a file that every round is noted in before it is seen. With it, a server that was
+        killed counts the rounds after its last checkpoint, and has that many fewer left.
 
     Raises ValueError for what does not go together, before anything is released.
     """
@@ -92,8 +95,9 @@ class Federation:
         batched: bool = True,
         transport: Transport | None = None,
         seed: int | None = None,
+        journal: str | os.PathLike[str] | None = None,
     ) -> None:
-        _check_fits(problem, terms, sampler)
+        check_fits(problem, terms, sampler)
         sampling = EveryRecord() if sampler is None else sampler.sampling
         cohort = terms.clients if sampler is None else sampler.expected_batch_size
         # Sums over records that take part by chance are divided by how many do on average.
@@ -105,7 +109,7 @@ class Federation:
         )
         self.algorithm, self.problem, self.terms = algorithm, problem, terms
         self.release = Release(terms, sampling, cohort, max_dropouts, record_rate)
-        _check_last_cohort(sampler, self.release.required)
+        check_last_cohort(sampler, self.release.required)
         self.stages = algorithm.stages(terms)
         check_stages(self.stages)
         if self.release.central and any(not stage.uploaded for stage in self.stages):
@@ -137,6 +141,7 @@ class Federation:
         self._prepared = problem
         self._schedule = [stage for stage in self.stages for _ in range(stage.rounds)]
         self._position = 0  # rounds that were released
+        self._journal = None if journal is None else Journal(journal)
         self.rounds_begun = 0
         self.faults: Counter[str] = Counter()
         self.bytes_up = self.bytes_down = 0
@@ -236,6 +241,8 @@ class Federation:
 
     def _account(self, stage: Stage) -> None:
         self._again = None
+        if self._journal is not None:
+            self._journal.note(self.rounds_begun, stage.name)
         self.accountant.compose(self.statement(stage), self.release.steps(stage))
 
     def _clients_step(
@@ -337,8 +344,9 @@ class Federation:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after a checkpoint: same epsilon, never the same noise (but from a fixed seed).
 
-        Rounds that were released after the checkpoint are repeated and counted once. That is right
-        as long as nobody saw what they released: a server that others watch saves after each round.
+        Rounds after the checkpoint that the journal has are counted, and as many of those that are
+        left are given up, so that the budget holds. Without a journal they are repeated and counted
+        once, which is right only where nobody saw them, as in a simulation.
 
         Raises ValueError for the state of another algorithm, other terms or another budget.
         """
@@ -354,6 +362,13 @@ class Federation:
                     f"{state[name]}; make the federation as it was"
                 )
         self.accountant.load_state_dict(state["accountant"])
+        begun = state["rounds_begun"]
+        if self._journal is not None:
+            stages = {stage.name: stage for stage in self.stages}
+            for index, name in self._journal.beyond(begun):
+                stage = stages[name]
+                self.accountant.compose(self.statement(stage), self.release.steps(stage))
+                begun = index
         self.server = {name: value.clone() for name, value in state["server"].items()}
         self._clients = {name: value.clone() for name, value in state["clients"].items()}
         self._keys.load_state_dict(state["keys"])
@@ -362,7 +377,12 @@ class Federation:
             self._sampler.load_state_dict(state["sampler"])
             self._cohorts = _endless(self._sampler)
         self._again = state["again"]
-        self._position, self.rounds_begun = state["position"], state["rounds_begun"]
+        self._position, self.rounds_begun = state["position"], begun
+        self._schedule = [stage for stage in self.stages for _ in range(stage.rounds)]
+        if self.epsilon_target is not None and self.void is None:
+            limit = self.epsilon_target, self.delta
+            plan = [(self.statement(s), self.release.steps(s)) for s in self._schedule]
+            del self._schedule[affordable(self.accountant, plan, self._position, *limit) :]
         self.faults = Counter(state["faults"])
         self.bytes_up, self.bytes_down = state["bytes"]
         self.seconds = state["seconds"]
@@ -381,36 +401,6 @@ class Federation:
         from dpkernels.run.checkpoint import read
 
         self.load_state_dict(read(path))
-
-
-def _check_fits(problem: Problem, terms: Terms, sampler: PrivateSampler | None) -> None:
-    if problem.clients != terms.clients:
-        raise ValueError(
-            f"Federation: terms must have the problem's {problem.clients} clients, got "
-            f"{terms.clients}"
-        )
-    if tuple(problem.shape) != tuple(terms.shape):
-        raise ValueError(
-            f"Federation: terms must have the shape of the problem's parameters, "
-            f"{list(problem.shape)}, got {list(terms.shape)}"
-        )
-    if sampler is not None and sampler.num_records != terms.clients:
-        raise ValueError(
-            f"Federation: sampler must draw from {terms.clients} clients, got {sampler.num_records}"
-        )
-
-
-def _check_last_cohort(sampler: PrivateSampler | None, required: int) -> None:
-    """Raise ValueError where the last cohort of a shuffled epoch could never be released."""
-    if not isinstance(sampler, ShuffledSampler) or sampler.drop_last:
-        return
-    last = sampler.num_records % sampler.batch_size or sampler.batch_size
-    if last < required:
-        raise ValueError(
-            f"Federation: every cohort must have the {required} clients that 'aggregate' needs, "
-            f"but the last of an epoch has {last}; take a cohort size that divides the "
-            f"{sampler.num_records} clients, or drop_last=True"
-        )
 
 
 def _endless(sampler: PrivateSampler) -> Iterator[list[int]]:

@@ -97,7 +97,7 @@ class Options:
     local_steps: int | None = None
     control: str | None = None
     evaluate_every: int = 5
-    checkpoint_every: int = 10
+    checkpoint_every: int = 1
     validation: int | None = None
     seed: int | None = None
     data_dir: str | None = None

@@ -24,6 +24,7 @@ from dpkernels.run.report import in_words
 from dpkernels.whole_file import write_text
 
 CHECKPOINT = "checkpoint.pt"
+JOURNAL = "rounds.jsonl"
 MODEL = "model.pt"
 METRICS = "metrics.csv"
 REPORT = "report.json"

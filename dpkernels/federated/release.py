@@ -14,11 +14,13 @@ draws the clients, and is trusted with who they are, adds N(0, (m S)^2) once to 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dpkernels.federated.contract import Stage, Terms
 from dpkernels.ops.noise import UNREACHABLE_MASS
+from dpkernels.privacy.accountants import Accountant, make_accountant
 from dpkernels.privacy.calibration import calibrate_noise_scale
 from dpkernels.privacy.mechanism import GaussianQuery, Poisson, Sampling, Statement
 
@@ -139,3 +141,28 @@ def calibrate(
     ]
     scale = calibrate_noise_scale(epsilon, delta, planned, accountant=accountant)
     return {name: scale * value for name, value in relative.items()}
+
+
+def affordable(
+    accountant: Accountant,
+    plan: Sequence[tuple[Statement, int]],
+    done: int,
+    epsilon: float,
+    delta: float,
+) -> int:
+    """Return how many rounds of ``plan`` the budget has room for, the ``done`` first included.
+
+    plan: what each round tells, and as how many steps. All of it fits unless rounds were seen twice
+    (``accountant`` has more than the ``done`` rounds): then the last ones are given up.
+    """
+    rounds = len(plan)
+    while rounds > done:
+        planned = make_accountant(accountant.name)
+        planned.replace(accountant.history)
+        for statement, steps in plan[done:rounds]:
+            planned.compose(statement, steps)
+        # Calibration rounds up; the order of composition moves the last digits.
+        if planned.epsilon(delta) <= epsilon * (1 + 1e-9):
+            break
+        rounds -= 1
+    return rounds

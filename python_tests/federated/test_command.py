@@ -150,6 +150,8 @@ def test_a_killed_run_goes_on_with_the_same_epsilon(tmp_path):
         "clean",
         "--level",
         "user",
+        "--checkpoint-every",
+        "10",
     )
     assert federate(tmp_path / "whole", *arguments) == 0
     # Killed in round 7: the checkpoint is of round 4.

@@ -10,7 +10,15 @@ import torch
 
 from dpkernels.federated import FedGD, FedNew, FedSOFIM, Message, Scaffold, SoftmaxProblem
 from dpkernels.ops.glm import Records
-from python_tests.federated.cases import ALGORITHMS, SERVED, federation, sampler, terms, watched
+from python_tests.federated.cases import (
+    ALGORITHMS,
+    SERVED,
+    federation,
+    finish,
+    sampler,
+    terms,
+    watched,
+)
 
 CLIENTS, WIDTH = 6, 1500
 # The variance of n Gaussian numbers is known to sqrt(2 / n) of itself; five of these.
@@ -215,3 +223,17 @@ def test_a_client_that_could_not_compute_uploads_noise_alone():
         run.round()
         seen.append(uploads[0][1])
     assert torch.equal(*seen)
+
+
+@pytest.mark.parametrize(("size", "local_lr"), [(10.0, 1e-3), (100.0, 1e-3), (1.0, 1e-5)])
+def test_a_share_of_noise_is_not_lost_in_the_digits_of_theta(size, local_lr):
+    # theta - (theta - local_lr noise) in float32 has a quarter of the noise at 10, none at 100.
+    held = empty(clients=200, width=500)
+    held.initial = lambda: torch.full(held.shape, size)
+    told = replace(terms(held, "record", "aggregate", rounds=3), records=1000.0)
+    algorithm = Scaffold(lr=1e-30, local_lr=local_lr, local_steps=1, control="none")
+    run = federation(algorithm, held, told, epsilon=10.0)
+    seen = watched(run)
+    finish(run)
+    variance = torch.stack([uploads.double().sum(0) for _, uploads in seen]).var().item()
+    is_about(variance, local_lr**2 * stated(run))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dpkernels.federated import Message
+from dpkernels.federated.journal import Journal
 from python_tests.federated.cases import (
     ALGORITHMS,
     SERVED,
@@ -263,3 +264,39 @@ def test_a_run_that_is_killed_in_its_rounds_ends_like_one_that_was_not(seed, tmp
     # From a seed, a round that was lost is repeated as it was.
     assert len(set(pairs)) == whole.rounds_released * len(COUNTS)
     assert_same(everything(run), everything(whole))
+
+
+@pytest.mark.parametrize("view", ["each_upload", "aggregate"])
+def test_rounds_that_were_seen_after_the_checkpoint_count_and_the_budget_holds(view, tmp_path):
+    def begun():
+        return made("fedgd", seed=None, view=view, journal=tmp_path / "rounds.jsonl")
+
+    killed = begun()
+    killed.round()
+    state = killed.state_dict()
+    killed.round()
+    killed.round()
+    resumed = begun()
+    resumed.load_state_dict(state)
+    assert resumed.epsilon() == killed.epsilon()
+    assert resumed.rounds_begun == 3
+    # Of four rounds three were seen, so that one is left.
+    assert resumed.rounds_planned - resumed.rounds_released == 1
+    finish(resumed)
+    whole = finish(made("fedgd", seed=None, view=view))
+    assert resumed.epsilon() == whole.epsilon()
+    # What was lost stays counted after the next checkpoint, too.
+    again = begun()
+    again.load_state_dict(resumed.state_dict())
+    assert again.finished and again.epsilon() == whole.epsilon()
+
+
+def test_half_a_line_of_the_journal_is_a_round_that_nobody_saw(tmp_path):
+    journal = Journal(tmp_path / "rounds.jsonl")
+    assert journal.beyond(0) == []
+    journal.note(1, "gradient")
+    journal.note(2, "gradient")
+    with (tmp_path / "rounds.jsonl").open("a") as file:
+        file.write("[3, ")
+    assert journal.beyond(0) == [(1, "gradient"), (2, "gradient")]
+    assert journal.beyond(1) == [(2, "gradient")]

@@ -184,3 +184,20 @@ def test_a_whole_user_moves_an_upload_by_the_clip_at_most(algorithm, stage, name
             _, state = algorithm.client(Visit(which, terms, held, cohort, state, sent, noting))
         longest = max(longest, *lengths)
     assert 0.99 * bound < longest <= bound * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(("count", "radius"), [(20_000, 30.0), (100_000, 10.0), (1_000_000, 1.0)])
+def test_clean_duals_keep_to_their_bound_in_float32_where_rho_is_large(count, radius):
+    # float32 duals would go up to twice beyond it: their rounding is multiplied by rho.
+    rounds = 70
+    algorithm = FedNew(hessian="none", alpha=0.01, rho=100.0, dual="clean", radius=radius)
+    terms = told(count, rounds)
+    bound = math.sqrt(rounds) * algorithm.stages(terms)[0].query.sensitivity
+
+    def ratio(candidates):
+        return moves(algorithm, terms, candidates).square().sum(1).sqrt() / bound
+
+    worst, _ = largest(
+        ratio, n=3, names=("theta", "y"), rounds=rounds, k=4, climbs=2, tries=4, dtype=torch.float32
+    )
+    assert 0.05 < worst <= 1

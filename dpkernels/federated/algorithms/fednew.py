@@ -80,7 +80,8 @@ class FedNew(Algorithm):
     for every T and every transcript. Gaussian releases whose squared sensitivities, over noise,
     add up to at most mu^2 on every path are mu-GDP (Smith and Thakurta 2022), so that the rounds
     are accounted as T releases with sensitivity 2 (C1 + Delta_H R) / ((2 alpha + rho) |D|). A
-    right-hand side that is off by r in either world adds 2 r to b.
+    right-hand side that is off by r in either world adds 2 r to b. Duals and y_k are float64 there;
+    rounding the upload to float32 moves it by 2^-24 R at most, twice that between neighbours.
     """
 
     name: ClassVar[str] = "fednew"
@@ -128,7 +129,7 @@ class FedNew(Algorithm):
         gamma, count = self.gamma, terms.records
         if self.radius is not None:
             b = summed(self.clip + self._curvature * self.radius, terms) + 2 * self._slack(terms)
-            return 2 * b / (2 * self.alpha + self.rho)
+            return 2 * b / (2 * self.alpha + self.rho) + 2 * 2.0**-24 * self.radius
         residual = self.tolerance if self.hessian == "cg" else _ROUNDING
         moved = self._curvature * self.total_clip / (gamma**2 * count + gamma * self._curvature)
         return summed(self.clip, terms) / gamma + moved + 2 * residual * self.total_clip / gamma
@@ -187,7 +188,12 @@ class FedNew(Algorithm):
         """Return the dual and the client's last y, both zero."""
         if self.dual == "none":
             return {}
-        return {"dual": torch.zeros_like(theta), "own": torch.zeros_like(theta)}
+        zeros = torch.zeros_like(theta, dtype=self._dual_dtype(theta))
+        return {"dual": zeros, "own": zeros}
+
+    def _dual_dtype(self, theta: Tensor) -> torch.dtype:
+        """Return float64 where the proof is for exact duals: rho times float32's error adds up."""
+        return theta.dtype if self.radius is None else torch.float64
 
     def broadcast(self, stage: Stage, server: Tensors) -> Tensors:
         """Send theta and y."""
@@ -196,6 +202,7 @@ class FedNew(Algorithm):
     def client(self, visit: Visit) -> tuple[Tensor, Tensors]:
         """Return noisy directions, and the duals' new state."""
         y, state = visit.sent["y"], visit.state
+        y = y.to(self._dual_dtype(y))
         pull = (self.rho * y).expand(len(visit.cohort), *y.shape)
         dual = None
         if self.dual != "none":
@@ -206,7 +213,7 @@ class FedNew(Algorithm):
             # What cannot be computed is left out of the dual, too.
             own[~own.flatten(1).isfinite().all(1)] = 0.0
         kept = own.clone() if self.dual == "clean" else None
-        upload = visit.noisy(own)
+        upload = visit.noisy(own.to(visit.sent["theta"].dtype))
         if dual is None:
             return upload, {}
         return upload, {"dual": dual, "own": upload.clone() if kept is None else kept}

@@ -104,15 +104,18 @@ class Scaffold(Algorithm):
     def client(self, visit: Visit) -> tuple[Tensor, Tensors]:
         """Return theta - y after M local steps, and the control variates."""
         terms, state, theta = visit.terms, visit.state, visit.sent["theta"]
-        y = theta.expand(len(visit.cohort), *theta.shape)
         correction = visit.sent["control"] - state["control"] if state else 0.0
+        # theta - y, added up by itself: rounded to the digits of theta, a share of the noise would
+        # be lost.
+        upload = theta.new_zeros(len(visit.cohort), *theta.shape)
         for _ in range(self.local_steps):
+            y = theta - upload
             if terms.unit == "record":
                 gradient = visit.noisy(client_gradients(visit, y, self.clip))
             else:
                 gradient = visit.problem.gradient_sums(visit.cohort, y).div_(terms.records)
-            y = y - self.local_lr * (gradient + correction)
-        upload = clean = theta - y
+            upload = upload + self.local_lr * (gradient + correction)
+        clean = upload
         if terms.unit == "user":
             clean = clip_rows(upload, self.clip)
             upload = visit.noisy(clean.clone())
