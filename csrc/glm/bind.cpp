@@ -142,7 +142,10 @@ std::tuple<at::Tensor, at::Tensor> glm_clipped_sums_(const std::optional<at::Ten
   add_out(gradients, {records.clients(), classes, features});
   add_out(hessians, {records.clients(), n, n});
   dpk::check_disjoint(outs, {x, labels, spans, theta});
-  at::Tensor gradient_norms = records.per_record(), hessian_norms = records.per_record();
+  const auto norms_of = [&](const std::optional<at::Tensor>& sums) {
+    return sums ? records.per_record() : at::empty({0}, at::kDouble);
+  };
+  at::Tensor gradient_norms = norms_of(gradients), hessian_norms = norms_of(hessians);
   with_type(x, [&](auto element) {
     using T = decltype(element);
     const dpk::ClippedSums<T> sums{gradient_bound,

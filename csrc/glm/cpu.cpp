@@ -120,7 +120,6 @@ void sum_gradients_by_client(const ClientRecords<T>& records, const ClippedSums<
     table.ld = ld;
     table.residuals = scratch.residuals.get();
     table.gradient_sq_norms = sums.gradient_sq_norms + begin;
-    table.hessian_sq_norms = sums.hessian_sq_norms + begin;
     const ClipBounds bounds{sums.gradient_bound, sums.hessian_bound};
     const bool finite =
         tabulate_records(records, client, begin, end, bounds, table, scratch.records);
@@ -177,10 +176,10 @@ template <class T>
 void glm_clipped_sums(const ClientRecords<T>& records, const ClippedSums<T>& sums,
                       const Executor& executor) {
   const int64_t rows = records.rows, cells = rows * records.classes;
-  std::fill(sums.gradient_sq_norms, sums.gradient_sq_norms + rows, 0.0);
-  std::fill(sums.hessian_sq_norms, sums.hessian_sq_norms + rows, 0.0);
-  const auto memory = [](int64_t count) { return std::unique_ptr<T[]>(new T[count]); };
   const bool gradient = sums.gradients != nullptr, hessian = sums.hessians != nullptr;
+  if (gradient) std::fill(sums.gradient_sq_norms, sums.gradient_sq_norms + rows, 0.0);
+  if (hessian) std::fill(sums.hessian_sq_norms, sums.hessian_sq_norms + rows, 0.0);
+  const auto memory = [](int64_t count) { return std::unique_ptr<T[]>(new T[count]); };
   if (gradient && !hessian && clients_share_evenly(records, executor)) {
     sum_gradients_by_client(records, sums, executor);
     return;
@@ -192,8 +191,8 @@ void glm_clipped_sums(const ClientRecords<T>& records, const ClippedSums<T>& sum
                              hessian ? q.get() : nullptr,
                              gradient ? residuals.get() : nullptr,
                              hessian ? factors.get() : nullptr,
-                             sums.gradient_sq_norms,
-                             sums.hessian_sq_norms};
+                             gradient ? sums.gradient_sq_norms : nullptr,
+                             hessian ? sums.hessian_sq_norms : nullptr};
   tabulate_all(records, {sums.gradient_bound, sums.hessian_bound}, table, executor);
   if (gradient) sum_gradients(records, table, sums.gradients, executor);
   if (hessian) sum_hessians(records, finite_rows(records), table, sums.hessians, executor);

@@ -2,8 +2,9 @@
 //
 // A record (x, y) of a client with weights W [C, d] has p = softmax(W x), the gradient
 // (p - e_y) x^T and the Hessian A (x) x x^T with A = diag p - p p^T. Both norms are products of two
-// small ones, so nothing of the size of a Hessian exists for a record. Probabilities and norms are
-// double; a record whose norm is not finite is left out of every sum.
+// small ones, so nothing of the size of a Hessian exists for a record. Norms are double, and so are
+// probabilities, but those that gradients of float records are summed from (float_residuals.inl). A
+// record whose norm is not finite is left out of every sum.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +34,8 @@ void glm_record_norms(const ClientRecords<T>& records, double* gradient_sq_norms
                       double* hessian_sq_norms, const Executor& executor);
 
 // What to sum: gradients [clients, classes, features] and Hessians
-// [clients, classes * features, classes * features]; either may be null.
+// [clients, classes * features, classes * features]; either may be null, and then its norms are not
+// written.
 template <class T>
 struct ClippedSums {
   double gradient_bound;

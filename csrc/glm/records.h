@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "glm/float_residuals.h"
 #include "glm/glm.h"
 
 namespace dpk {
@@ -60,6 +61,7 @@ class RecordScratch {
   RecordScratch(int64_t classes, int64_t features);
   std::unique_ptr<double[]> p, q, theta, sq_norms, gradient, hessian;
   std::unique_ptr<T[]> factors, xt;
+  std::unique_ptr<FloatResiduals> narrow;  // of float records: their residuals are float
   // The weights that `theta` holds, widened; records of one client follow each other, and many
   // clients may share theirs.
   const T* widened = nullptr;

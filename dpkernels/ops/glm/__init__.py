@@ -10,10 +10,13 @@ Layout: W is ``[C, d]``, row-major. A Hessian is ``[C d, C d]`` over W flattened
 for ``W[a, i]`` and ``W[b, j]`` is at ``[a d + i, b d + j]``; block (a, b) is
 ``sum_i c_i (p_a delta_ab - p_a p_b) x x^T``, symmetric, and equal to block (b, a).
 
-Probabilities, norms and factors are float64 whatever the features are; norms are sums of squares
-that do not cancel where p is nearly one-hot, and factors are rounded towards zero, so a clipped
-contribution has at most the norm C (Hessian weights are rounded three times more, by 6e-8 each). A
-record with a non-finite norm contributes exactly zero.
+Norms and factors are float64 whatever the features are; norms are sums of squares that do not
+cancel where p is nearly one-hot, and factors are rounded towards zero, so a clipped contribution
+has at most the norm C (Hessian weights are rounded three times more, by 6e-8 each). Probabilities
+are float64, too, but for gradients of float32 records on AVX2 and AVX-512: there ``p - e_y`` is
+float32, and the norm that is clipped is that of the float32 numbers that are summed. What a record
+adds depends on it and on theta alone, to the last bit. A record with a non-finite norm contributes
+exactly zero, and so does one with logits beyond float32.
 
 Methods for ``(H + gamma I)^-1 v``: ``solve`` for given Hessians, ``newton_step`` from records with
 one client's Hessian at a time, ``newton_step_cg`` without any, ``FeatureCovariance`` for

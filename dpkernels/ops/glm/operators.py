@@ -32,7 +32,12 @@ def _fake_sums(
     gradient_bound: float,
     hessian_bound: float,
 ) -> tuple[Tensor, Tensor]:
-    return _fake_norms(x, labels, spans, most, theta)
+    gradient, hessian = _fake_norms(x, labels, spans, most, theta)
+    nothing = x.new_empty(0, dtype=torch.float64)
+    return (
+        nothing if gradients is None else gradient,
+        nothing.clone() if hessians is None else hessian,
+    )
 
 
 def _fake_covariance(x: Tensor, spans: Tensor, most: int, bound: float) -> tuple[Tensor, Tensor]:
@@ -81,6 +86,7 @@ record_norms = backend.register(
     dtypes=DTYPES,
     triton="dpkernels.ops.glm.triton_impl:glm_record_norms",
 )
+# Norms are those of what is summed; empty, [0], for a sum that is not asked for.
 clipped_sums = backend.register(
     "glm_clipped_sums_(Tensor(a!)? gradients, Tensor(b!)? hessians, Tensor x, Tensor labels, "
     "Tensor spans, SymInt most, Tensor theta, float gradient_bound, float hessian_bound) "

@@ -160,16 +160,22 @@ def glm_clipped_sums_(
     gradient_bound: float,
     hessian_bound: float,
 ) -> tuple[Tensor, Tensor]:
-    """Write clipped sums of gradients and Hessians; return the squared norms of all records."""
+    """Write clipped sums of gradients and Hessians; return the squared norms of what is summed.
+
+    Norms are float64 ``[N]``; ``[0]`` for a sum that is not asked for.
+    """
     table = tabulate(x, spans, most, theta)
-    of_gradients, of_hessians = gradient_sq_norms(table, labels), hessian_sq_norms(table)
+    norms = [table.squares.new_empty(0), table.squares.new_empty(0)]
     if gradients is not None:
+        of_gradients = gradient_sq_norms(table, labels)
+        norms[0] = table.per_record(of_gradients, x.shape[0])
         factors = clip_factors(of_gradients, gradient_bound, x.dtype)
         gradients.copy_(gradient_sums(table, labels, factors))
     if hessians is not None:
+        of_hessians = hessian_sq_norms(table)
+        norms[1] = table.per_record(of_hessians, x.shape[0])
         hessians.copy_(hessian_sums(table, clip_factors(of_hessians, hessian_bound, x.dtype)))
-    count = x.shape[0]
-    return table.per_record(of_gradients, count), table.per_record(of_hessians, count)
+    return norms[0], norms[1]
 
 
 def glm_feature_covariance(

@@ -185,7 +185,7 @@ def glm_clipped_sums_(
     gradient_bound: float,
     hessian_bound: float,
 ) -> tuple[Tensor, Tensor]:
-    """Write clipped sums of gradients and Hessians; return the squared norms of all records."""
+    """Write clipped sums of gradients and Hessians; return the squared norms of what is summed."""
     shared, bounds = (x, labels, spans, most, theta), (gradient_bound, hessian_bound)
     if theta.shape[1] > _CLASS_WIDTHS[-1]:
         return reference.glm_clipped_sums_(gradients, hessians, *shared, *bounds)
@@ -196,7 +196,11 @@ def glm_clipped_sums_(
         _write_gradients(gradients, x, spans, weights.residuals)
     if hessians is not None:
         _write_gram(hessians, x, spans, weights.hessian_factors, weights.p, weights.q)
-    return weights.gradient_sq_norms, weights.hessian_sq_norms
+    nothing = x.new_empty(0, dtype=torch.float64)
+    return (
+        nothing if gradients is None else weights.gradient_sq_norms,
+        nothing.clone() if hessians is None else weights.hessian_sq_norms,
+    )
 
 
 def glm_feature_covariance(
