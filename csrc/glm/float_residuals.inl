@@ -176,12 +176,13 @@ inline void clip_group(int64_t classes, int64_t count, const int64_t* labels, do
     float scales[kLanes];
     for (int h = 0; h < 2; ++h) {
       const vd inverse = 1.0 / all[h];
-      const vd square =
-          e.squares[h] * load_as<vd>(squares + i + h * kDoubles) * (inverse * inverse);
+      const vd of_x = load_as<vd>(squares + i + h * kDoubles);
+      const vd square = e.squares[h] * of_x * (inverse * inverse);
       store(norms + h * kDoubles, square);
       const vd norm = square_root(square);
       const vd factor = bound / (norm > bound ? norm : vd{} + bound);
-      const vl kept = square <= __DBL_MAX__;
+      // Where C / |x| < 1e-36, w is so small that rounding to denormals could take it beyond.
+      const vl kept = (square <= __DBL_MAX__) & (of_x * 1e-72 <= bound * bound);
       narrow_down(factor * inverse, scales + h * kDoubles);
       const vd scale = load_double(scales + h * kDoubles);
       store_narrow(kept ? scale : vd{}, scales + h * kDoubles);

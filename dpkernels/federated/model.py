@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -80,8 +81,14 @@ class ModelProblem(Problem):
         """Return client ``row`` of ``cohort`` alone."""
         return Cohort(cohort.ids[row : row + 1], cohort.held[row : row + 1])
 
-    def clipped_gradient_sums(self, cohort: Cohort, theta: Tensor, bound: float) -> Tensor:
-        """Return clipped sums, ``[k, D]``, by the engine, without noise: the caller's matter."""
+    def clipped_gradient_sums(
+        self, cohort: Cohort, theta: Tensor, bound: float, most: float = math.inf
+    ) -> Tensor:
+        """Return clipped sums, ``[k, D]``, by the engine, without noise: the caller's matter.
+
+        How the engine rounds is in ``make_private``'s list: records that conspire can move a sum of
+        n float32 gradients by n^2 2^-24 of the bound, whatever ``most`` is.
+        """
         training = self._private(bound)
         try:
             sums = [self._clipped(training, rows) for rows in self._at_each(cohort, theta)]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from dpkernels.federated.clipping import clip_rows
-from dpkernels.federated.problem import Cohort, Layer, Problem
+from dpkernels.federated.problem import FLOAT32_RECORDS, Cohort, Layer, Problem
 from dpkernels.ops import glm
 from dpkernels.privacy.draws import Bits, each_with_probability
 
@@ -41,6 +43,7 @@ class SoftmaxProblem(Problem):
         self.shape = (classes, records.features)
         self.clients = records.clients
         self.layers = (Layer("weight", 0, self.shape),)
+        self._wide: Tensor | None = None
         self._factored: tuple[object, glm.FeatureCovariance] | None = None
         self._spectrum: tuple[object, tuple[Tensor, Tensor]] | None = None
 
@@ -64,9 +67,68 @@ class SoftmaxProblem(Problem):
         held = dataclasses.replace(cohort.held, spans=spans, most=_most(spans))
         return Cohort(cohort.ids[row : row + 1], held)
 
-    def clipped_gradient_sums(self, cohort: Cohort, theta: Tensor, bound: float) -> Tensor:
+    def clipped_gradient_sums(
+        self, cohort: Cohort, theta: Tensor, bound: float, most: float = math.inf
+    ) -> Tensor:
         """Return clipped sums, ``[k, classes, features]``; 4 N C d flops."""
-        return glm.clipped_gradient_sum(cohort.held, theta, bound)
+
+        def sums(held: glm.Records, rows: Tensor) -> Tensor:
+            own = theta if theta.dim() == 2 else theta[rows]
+            return glm.clipped_gradient_sum(held, own.to(held.x.dtype), bound)
+
+        return self._in_parts(cohort, sums, self.shape, most * bound)
+
+    def covariance_sums(self, cohort: Cohort, bound: float, most: float = math.inf) -> Tensor:
+        """Return each client's sum of x x^T clipped to ``bound``, ``[k, features, features]``.
+
+        most: as for ``clipped_gradient_sums``.
+        """
+
+        def sums(held: glm.Records, rows: Tensor) -> Tensor:
+            return glm.clipped_covariance_sum(held, bound)
+
+        return self._in_parts(cohort, sums, (self.shape[-1],) * 2, most * bound)
+
+    def _in_parts(
+        self,
+        cohort: Cohort,
+        sums: Callable[[glm.Records, Tensor], Tensor],
+        shape: tuple[int, ...],
+        radius: float,
+    ) -> Tensor:
+        """Return ``sums`` of all clients: of the large ones in float64, projected, rounded once."""
+        large = self.large(cohort)
+        if not len(large):
+            return sums(cohort.held, torch.arange(len(cohort)))
+        found: Tensor = cohort.held.x.new_empty(len(cohort), *shape)
+        wide: Tensor = sums(self.subset(cohort, large, wide=True).held, large)
+        found[large] = clip_rows(wide, min(radius, UNCLIPPED)).to(found.dtype)
+        if len(rest := others(large, len(cohort))):
+            found[rest] = sums(self.subset(cohort, rest, wide=False).held, rest)
+        return found
+
+    def large(self, cohort: Cohort) -> Tensor:
+        """Return the rows of clients whose float32 records are too many to add up in float32."""
+        held: glm.Records = cohort.held
+        if held.x.dtype != torch.float32 or held.most <= FLOAT32_RECORDS:
+            return torch.empty(0, dtype=torch.int64)
+        return (held.spans[:, 1] - held.spans[:, 0] > FLOAT32_RECORDS).nonzero().flatten()
+
+    def subset(self, cohort: Cohort, rows: Tensor, *, wide: bool) -> Cohort:
+        """Return the clients ``rows`` of ``cohort``; their records in float64 if ``wide``."""
+        spans = cohort.held.spans[rows]
+        held = dataclasses.replace(cohort.held, spans=spans, most=_most(spans))
+        if wide:
+            held = dataclasses.replace(held, x=self._widened(held.x))
+        return Cohort(cohort.ids[rows], held)
+
+    def _widened(self, x: Tensor) -> Tensor:
+        """Return ``x`` in float64; of all records it is kept."""
+        if x is not self.records.x:
+            return x.double()
+        if self._wide is None:
+            self._wide = x.double()
+        return self._wide
 
     def gradient_sums(self, cohort: Cohort, theta: Tensor) -> Tensor:
         """Return sums without a clip, ``[k, classes, features]``."""
@@ -131,6 +193,13 @@ class SoftmaxProblem(Problem):
 
 def _most(spans: Tensor) -> int:
     return int((spans[:, 1] - spans[:, 0]).max()) if len(spans) else 0
+
+
+def others(rows: Tensor, count: int) -> Tensor:
+    """Return those of ``range(count)`` that are not in ``rows``."""
+    left = torch.ones(count, dtype=torch.bool)
+    left[rows] = False
+    return left.nonzero().flatten()
 
 
 def _drawn(records: glm.Records, spans: Tensor, rate: float, bits: Bits) -> glm.Records:

@@ -9,11 +9,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dpkernels.federated.algorithms.gradients import client_gradients, gradient_query, summed
+from dpkernels.federated.algorithms.gradients import (
+    MOST,
+    client_gradients,
+    gradient_query,
+    summed,
+)
 from dpkernels.federated.clipping import clip_rows
 from dpkernels.federated.contract import Algorithm, Query, Seen, Stage, Tensors, Terms, Visit
 from dpkernels.federated.softmax import UNCLIPPED, SoftmaxProblem
-from dpkernels.ops import glm
 from dpkernels.ops.checks import check_finite
 
 
@@ -87,7 +91,8 @@ class FedFC(Algorithm):
             )
         bound = self.feature_clip**2
         per_record = bound if terms.unit == "record" else UNCLIPPED
-        sums = glm.clipped_covariance_sum(cohort.held, per_record).div_(terms.records)
+        sums = problem.covariance_sums(cohort, per_record, MOST * terms.records)
+        sums.div_(terms.records)
         triangles = packed(sums)
         return triangles if terms.unit == "record" else clip_rows(triangles, bound)
 

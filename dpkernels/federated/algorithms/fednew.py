@@ -62,7 +62,9 @@ class FedNew(Algorithm):
         C1 / (gamma |D|) + Delta_H C2 / (gamma^2 |D| + gamma Delta_H),
 
     without a condition on gamma (Lemma 3 of the paper has gamma^2 |D| - gamma Delta_H). A residual
-    of at most tol |s_i| adds 2 tol C2 / gamma; solves by factorisation have 1e-6 for float32.
+    of at most tol |s_i| adds 2 tol C2 / gamma; solves by factorisation have 1e-6 for float32. H as
+    it is added up is off by what ``summed`` allows for, r Delta_H, which adds r Delta_H C2 /
+    gamma^2.
 
     Sensitivity of T uploads together with ``clean`` and ``radius`` (ours). Fix what the server has
     broadcast. For neighbours let z_k = y_k - y'_k and l_k = lambda_k - lambda'_k, so l_k = l_(k-1)
@@ -130,8 +132,10 @@ class FedNew(Algorithm):
         if self.radius is not None:
             b = summed(self.clip + self._curvature * self.radius, terms) + 2 * self._slack(terms)
             return 2 * b / (2 * self.alpha + self.rho) + 2 * 2.0**-24 * self.radius
-        residual = self.tolerance if self.hessian == "cg" else _ROUNDING
+        residual = max(self.tolerance, _ROUNDING) if self.hessian == "cg" else _ROUNDING
         moved = self._curvature * self.total_clip / (gamma**2 * count + gamma * self._curvature)
+        rounded = summed(self._curvature, terms) - self._curvature / count
+        moved += rounded * self.total_clip / gamma**2
         return summed(self.clip, terms) / gamma + moved + 2 * residual * self.total_clip / gamma
 
     @property

@@ -6,16 +6,27 @@ from torch import Tensor
 
 from dpkernels.federated.clipping import clip_rows
 from dpkernels.federated.contract import Query, Terms, Visit
+from dpkernels.federated.problem import FLOAT32_RECORDS
 
-# A float32 sum over n records rounds differently without one of them: by about n 2^-23 of a
-# record's bound (measured: 1e-4 at 1,000 records, 2.5e-3 at 20,000). Records that conspire can do
-# worse, up to n^2 2^-24; float64 features leave nothing of either.
-_ROUNDING = 2.0**-23
+_UNIT = 2.0**-24
+
+# A client's sum is projected to this many times |D| records' bound, so that its last rounding is
+# bounded whatever the client has. A client with fewer records never gets there.
+MOST = 4.0
 
 
 def summed(bound: float, terms: Terms) -> float:
-    """Return how far a record clipped to ``bound`` moves a client's sum over |D|, rounding too."""
-    return bound * (1 / terms.records + _ROUNDING)
+    """Return how far a record clipped to ``bound`` moves a client's sum over |D|, rounding too.
+
+    Without one record the others are added up in another order, and float32 rounds otherwise. With
+    u = 2^-24, an element of a sum of n products, in any order, errs by at most (n + 1) u of the sum
+    of absolute terms, so the whole by at most (n + 1) u n ``bound``, and division by |D| by one u
+    more; in either world. That is for n <= ``FLOAT32_RECORDS``. Larger clients add up in float64
+    (2^-20 covers 10^5 records) and round once, by u of what they round, which the projection keeps
+    to ``MOST`` |D| ``bound``.
+    """
+    others = 2 * FLOAT32_RECORDS * (FLOAT32_RECORDS + 2) * _UNIT + 2.0**-20
+    return bound * ((1 + others) / terms.records + 2 * MOST * _UNIT)
 
 
 def gradient_query(terms: Terms, clip: float) -> Query:
@@ -35,5 +46,6 @@ def client_gradients(visit: Visit, theta: Tensor, clip: float) -> Tensor:
     """
     terms, problem, cohort = visit.terms, visit.problem, visit.cohort
     if terms.unit == "record":
-        return problem.clipped_gradient_sums(cohort, theta, clip).div_(terms.records)
+        most = MOST * terms.records
+        return problem.clipped_gradient_sums(cohort, theta, clip, most).div_(terms.records)
     return clip_rows(problem.gradient_sums(cohort, theta).div_(terms.records), clip)

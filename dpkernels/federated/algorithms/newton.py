@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dpkernels.federated.problem import Cohort, Problem
-from dpkernels.federated.softmax import SoftmaxProblem
+from dpkernels.federated.softmax import SoftmaxProblem, others
 from dpkernels.ops import glm
 
 Hessian = Literal["exact", "cg", "covariance", "none"]
@@ -54,7 +54,9 @@ class Newton:
         """
         if self.kind == "none":
             return s / (_column(gamma, s) if isinstance(gamma, Tensor) else gamma)
-        self._softmax()  # or a TypeError that names the way out
+        problem = self._softmax()  # or a TypeError that names the way out
+        if len(large := problem.large(self.cohort)):
+            return self._in_parts(large, s, gamma)
         if self.kind == "covariance":
             return self._each_solved(self._by_covariance, s, gamma)
         if self.kind == "exact":
@@ -74,6 +76,18 @@ class Newton:
                 self._exactly, s[row : row + 1], _part(gamma, row)
             )
         return found.solutions
+
+    def _in_parts(self, large: Tensor, s: Tensor, gamma: float | Tensor) -> Tensor:
+        """Return all solutions, those of the clients ``large`` in float64: see ``summed``."""
+        found = torch.empty_like(s)
+        for rows, wide in ((large, True), (others(large, len(s)), False)):
+            if len(rows):
+                cohort = self._softmax().subset(self.cohort, rows, wide=wide)
+                dtype = cohort.held.x.dtype
+                part = replace(self, cohort=cohort, theta=self.theta.to(dtype))
+                own = gamma[rows] if isinstance(gamma, Tensor) else gamma
+                found[rows] = part.solve(s[rows].to(dtype), own).to(s.dtype)
+        return found
 
     def _alone(self, row: int) -> Newton:
         return replace(self, cohort=self.problem.only(self.cohort, row))
