@@ -47,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--timing-repeats", type=int, default=1, help="the median of how many (default 1)")
     add("--data-dir", help="folder of the data sets (default $DPKERNELS_DATA)")
     add("--runs", type=Path, help="folder of the trainings (default runs/PAPER)")
+    add(
+        "--chosen",
+        type=Path,
+        help="federated papers: JSON of a table whose settings are taken over, not chosen anew",
+    )
     add("--output", type=Path, default=Path("benchmarks") / "results", help="folder of the tables")
     add("--epochs", type=int, help="instead of the paper's: a trial, in files that say so")
     add("--batch-size", type=int, help="likewise")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from dpkernels.cli import main
+from dpkernels.repro import provenance
 from dpkernels.repro.federated import dp_fednew, dp_fedsofim, report, runs, study
+from dpkernels.repro.federated.chosen import read_chosen
 from dpkernels.repro.federated.runs import Place, Run, settings
 from dpkernels.repro.federated.study import Cell, Row, conduct
 
@@ -101,3 +104,25 @@ def test_what_cannot_be_run_is_refused_in_one_line(words, said, tmp_path, monkey
     monkeypatch.setenv("DPKERNELS_DATA", str(tmp_path))
     assert main(["repro", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_cells_are_run_again_with_the_settings_that_were_chosen(results, tmp_path, monkeypatch):
+    found, cells, _ = results
+    where = provenance.collect()
+    file = tmp_path / "table.json"
+    file.write_text(json.dumps(report.to_dict("title", (), found, where, "command")))
+    chosen, note = read_chosen(file, cells)
+    assert where["time"] in note
+    monkeypatch.setattr(study, "choose", None)  # nothing is chosen
+    again = conduct(
+        cells,
+        folder=tmp_path / "again",
+        validation=300,
+        seeds=2,
+        chosen=chosen,
+        report=lambda text: None,
+    )
+    assert [r.chosen for r in again] == [r.chosen for r in found]
+    assert [r.mean for r in again] == [r.mean for r in found]
+    with pytest.raises(ValueError, match="has no settings for"):
+        read_chosen(file, [dataclasses.replace(cells[0], epsilon=77.0)])

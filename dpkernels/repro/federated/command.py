@@ -6,11 +6,13 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from dpkernels.precondition.diagnostics_plots import require_matplotlib
 from dpkernels.repro import provenance
 from dpkernels.repro.federated import dp_fednew, dp_fedsofim, report
+from dpkernels.repro.federated.chosen import read_chosen
 from dpkernels.repro.federated.study import Result, Table, conduct
 from dpkernels.train.data import folder_of
 from dpkernels.whole_file import write_text
@@ -29,12 +31,17 @@ def run(options: argparse.Namespace) -> list[Path]:
     runs = options.runs or Path("runs") / options.paper
     written: list[Path] = []
     for table in tables:
+        chosen = None
+        if options.chosen is not None:
+            chosen, note = read_chosen(options.chosen, table.cells)
+            table = replace(table, notes=(*table.notes, note))
         results = conduct(
             table.cells,
             folder=runs,
             validation=table.validation,
             seeds=options.seeds,
             jobs=options.jobs,
+            chosen=chosen,
             report=lambda text: print(text, flush=True),
         )
         written += _write(options, table, results)
@@ -84,6 +91,8 @@ def _write(options: argparse.Namespace, table: Table, results: Sequence[Result])
 
 def _command(options: argparse.Namespace, name: str) -> str:
     words = ["dpkernels repro", options.paper, "--table", name, "--seeds", str(options.seeds)]
+    if options.chosen is not None:
+        words += ["--chosen", options.chosen.name]
     if options.clients:
         words += ["--clients", *map(str, options.clients)]
     if options.epsilon:

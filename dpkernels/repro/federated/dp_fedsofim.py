@@ -58,12 +58,12 @@ ROWS = (
     Row(
         "DP-FedGD, clip tuned",
         "fedgd",
-        {"lr": _RATES, "clip": (1.0, 2.0, 5.0, 10.0, 20.0)},
+        {"lr": _RATES, "clip": (2.0, 5.0, 10.0)},
     ),
     Row(
         "DP-FedSOFIM, clip tuned",
         "fedsofim",
-        {"lr": _RATES, "clip": (1.0, 2.0, 5.0, 10.0, 20.0)},
+        {"lr": _RATES, "clip": (2.0, 5.0, 10.0)},
         {"rho": _RHO, "beta": 0.9},
     ),
     Row(

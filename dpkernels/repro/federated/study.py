@@ -100,6 +100,9 @@ class Chosen:
     searched: int
 
 
+Key = tuple[Place, str, float | None]
+
+
 @dataclass(frozen=True)
 class Result:
     """A cell that was run. outcomes: one for each seed, on the test part."""
@@ -193,10 +196,30 @@ def conduct(
     validation: int,
     seeds: int,
     jobs: int = 1,
+    chosen: Mapping[Key, Chosen] | None = None,
     report: Callable[[str], None] = print,
 ) -> list[Result]:
-    """Choose settings for every cell, run it, and return what came of it; keeps every run."""
+    """Choose settings for every cell, run it, and return what came of it; keeps every run.
+
+    chosen: settings that were chosen before, by ``key``; they are not chosen anew.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    if chosen is None:
+        chosen = _choose_all(cells, validation, folder, jobs, report)
+    runs = {key(cell): final_runs(cell, chosen[key(cell)], seeds) for cell in cells}
+    _perform_all([run for some in runs.values() for run in some], folder, jobs, "final", report)
+    results = []
+    for cell in cells:
+        outcomes = [read(run, folder) for run in runs[key(cell)]]
+        kept = tuple(outcome for outcome in outcomes if outcome is not None)
+        results.append(Result(cell, chosen[key(cell)], kept))
+    return results
+
+
+def _choose_all(
+    cells: Sequence[Cell], validation: int, folder: Path, jobs: int, report: Callable[[str], None]
+) -> dict[Key, Chosen]:
+    """Return the settings of every cell, after the runs that they are chosen by."""
     own = [cell for cell in cells if cell.row.like is None]
     tried = [
         replace(run, seed=seed)
@@ -205,21 +228,15 @@ def conduct(
         for seed in _CHOOSING_SEEDS
     ]
     _perform_all(tried, folder, jobs, "choosing", report)
-    chosen = {_key(cell): choose(cell, validation, folder) for cell in own}
+    chosen = {key(cell): choose(cell, validation, folder) for cell in own}
     for cell in cells:
         if cell.row.like is not None:
-            chosen[_key(cell)] = _transferred(cell, chosen)
-    runs = {_key(cell): final_runs(cell, chosen[_key(cell)], seeds) for cell in cells}
-    _perform_all([run for some in runs.values() for run in some], folder, jobs, "final", report)
-    results = []
-    for cell in cells:
-        outcomes = [read(run, folder) for run in runs[_key(cell)]]
-        kept = tuple(outcome for outcome in outcomes if outcome is not None)
-        results.append(Result(cell, chosen[_key(cell)], kept))
-    return results
+            chosen[key(cell)] = _transferred(cell, chosen)
+    return chosen
 
 
-def _key(cell: Cell) -> tuple[Place, str, float | None]:
+def key(cell: Cell) -> Key:
+    """Return what tells cells apart."""
     return cell.place, cell.row.label, cell.epsilon
 
 
