@@ -33,7 +33,8 @@ sqrt(|E|_F)``, about ``2^-26 |M|_F``, is a quarter of what float32 can show.
 ``shrink`` takes other functions f of the singular values (``shrinkers``), with ``0 <= f(s) <= s``
 and ``f(s) = 0`` up to a cut. Let L be the largest ``|f(s) - f(s')| / |s - s'|`` over singular
 values s of M and s' of the perturbed matrix. For ``P = V f(s) / s V^H`` the elements of
-``V^H E V'`` are multiplied with ``(f(s') / s' - f(s) / s) / (s'^2 - s^2)``, and s times that is at most
+``V^H E V'`` are multiplied with ``(f(s') / s' - f(s) / s) / (s'^2 - s^2)``, and s times
+that is at most
 
     |f(s) - f(s') s / s'| / (|s - s'| (s + s'))  <=  (L + f(s') / s') / (s + s')  <=  (L + 1) / cut,
 
