@@ -75,4 +75,5 @@ def _folded(layer: Layer, uploads: Tensor) -> Tensor:
     if len(layer.shape) < 2:
         return rows.T.unsqueeze(0)
     out = layer.shape[0]
-    return rows.unflatten(1, (out, math.prod(layer.shape[1:]))).permute(2, 1, 0)
+    weights: Tensor = rows.unflatten(1, (out, math.prod(layer.shape[1:])))
+    return weights.permute(2, 1, 0)
