@@ -56,6 +56,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         yield _threshold_case("tsvd 60 x 16 x 10", ((60, 16),), Target())
         yield _threshold_case("tsvd 2 layers, 10 clients", ((6, 75), (84, 10)), Target())
         yield _values_case("singular values 60 x 16 x 10", ((60, 16),))
+        yield _shrink_case("shrink 60 x 16 x 10", ((60, 16),))
         yield _server_case("server step 2 layers", ((16, 4, 3, 3), (16,)))
         return
     yield _threshold_case("tsvd 784 x 64 x 10", HIDDEN, Target(4.0, SVD))
@@ -63,6 +64,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     yield _threshold_case("tsvd small LeNet, clients first", SMALL_LENET, Target(), True)
     yield _values_case("singular values 784 x 64 x 10", HIDDEN)
     yield _values_case("singular values small LeNet, 10 clients", SMALL_LENET)
+    yield _shrink_case("shrink 784 x 64 x 10, optimal", HIDDEN)
     yield _server_case("server step MLP, 10 clients", PERCEPTRON)
     yield _server_case("server step LeNet-5, 10 clients", LENET_5)
 
@@ -127,6 +129,36 @@ def _values_case(name: str, shapes: tuple[tuple[int, int], ...]) -> Case:
         ),
         truth=lambda inputs: [_svdvals(x.double()) for x in inputs],
     )
+
+
+def _shrink_case(name: str, shapes: tuple[tuple[int, int], ...]) -> Case:
+    """Time Gavish and Donoho's shrinker, its edge at half of what the noise has."""
+    by = tsvd.Optimal(0.5 * tsvd.slice_noise(1.0, CLIENTS))
+
+    def ours(tensors: list[Tensor]) -> Outputs:
+        return list(tsvd.shrink(tensors, by).tensors)
+
+    def plain(tensors: list[Tensor]) -> Outputs:
+        return [_shrunk_by_svd(x, by) for x in tensors]
+
+    return Case(
+        op="tsvd_shrink",
+        name=name,
+        dtype=torch.float32,
+        parameters={"shapes": [list(shape) for shape in shapes], "clients": CLIENTS},
+        make_inputs=functools.partial(_inputs, shapes, False),
+        bytes_moved=2 * 4 * CLIENTS * sum(d * h for d, h in shapes),
+        flops=_flops(shapes, 12, 17),
+        bound="gemm",
+        ours=Form("dpkernels", ours, lambda inputs: (inputs,)),
+        plain=(Form(SVD, plain, lambda inputs: (inputs,)),),
+        truth=lambda inputs: plain([x.double() for x in inputs]),
+    )
+
+
+def _shrunk_by_svd(x: Tensor, by: tsvd.Shrinker) -> Tensor:
+    u, s, vh = torch.linalg.svd(_slices(x), full_matrices=False)
+    return _clients((u * by(s, x.shape[0], x.shape[1]).unsqueeze(1)) @ vh, x)
 
 
 def _server_case(name: str, shapes: tuple[tuple[int, ...], ...]) -> Case:
