@@ -83,8 +83,9 @@ def shrink_by_svd(slices: Tensor, curves: Tensor) -> tuple[Tensor, Tensor]:
 
 def curves_of(tensors: list[Tensor], curves: list[float]) -> list[Tensor]:
     """Return the curves of each tensor, float64 ``[K // 2 + 1, 4]``, from the flat list of all."""
-    table = torch.tensor(curves, dtype=torch.float64, device=tensors[0].device).view(-1, 4)
-    return list(table.split([x.shape[2] // 2 + 1 for x in tensors]))
+    table = torch.tensor(curves, dtype=torch.float64).view(-1, 4)
+    parts = table.split([x.shape[2] // 2 + 1 for x in tensors])
+    return [part.to(x.device) for part, x in zip(parts, tensors, strict=True)]
 
 
 def shrink(tensors: list[Tensor], curves: list[float]) -> tuple[list[Tensor], list[Tensor]]:
