@@ -1,5 +1,9 @@
 """``tsvd``: singular values of Fourier slices, thresholded and alone, against PyTorch's SVD.
 
+Small layers are those of LeNet as LeCun had it, with three input channels. FedCEO's "LeNet-5" is
+another, wider model: its server step folds the uploads ``[K, D]``, thresholds and unfolds, and is
+what ``server step`` times. An SVD of its 1600 x 512 layer takes 25 s, so Gram forms compete alone.
+
 A layer of K clients, m = max(d, h), n = min(d, h), has K / 2 + 1 slices. Those of frequency 0 and
 K / 2 are real and count as a quarter; with s complex slices the flops are
 
@@ -17,19 +21,29 @@ noise: nothing decays quickly, which would make any eigensolver's work easier.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from benchmarks.registry import Case, Form, Inputs, Outputs, Target
+from dpkernels.federated.folding import fold, unfold
+from dpkernels.federated.problem import Layer
 from dpkernels.ops import tsvd
 
 CLIENTS = 10
 # The hidden layer of a 784-64-10 perceptron.
 HIDDEN = ((784, 64),)
-# LeNet-5 for CIFAR-10 (FedCEO): two convolutions as [out, in * 5 * 5], three linear layers.
-LENET = ((6, 75), (16, 150), (400, 120), (120, 84), (84, 10))
+# LeCun's LeNet for 3 x 32 x 32 images: two convolutions as [out, in * 5 * 5], three linear layers.
+SMALL_LENET = ((6, 75), (16, 150), (400, 120), (120, 84), (84, 10))
+# FedCEO's LeNet-5 for CIFAR-10, weights and biases, and its perceptron for EMNIST letters.
+LENET_5 = (
+    *((32, 3, 5, 5), (32,), (64, 32, 5, 5), (64,), (512, 1600), (512,), (512, 512), (512,)),
+    *((10, 512), (10,)),
+)
+PERCEPTRON = ((64, 784), (26, 64))
 
 SVD = "rfft, svd, irfft"
 
@@ -37,17 +51,22 @@ Threshold = Callable[[Tensor, float], Tensor]
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    """Yield the perceptron's layer, LeNet-5's layers in one call, and both operations on them."""
+    """Yield single layers, a small LeNet's in one call, and whole server steps."""
     if quick:
         yield _threshold_case("tsvd 60 x 16 x 10", ((60, 16),), Target())
         yield _threshold_case("tsvd 2 layers, 10 clients", ((6, 75), (84, 10)), Target())
         yield _values_case("singular values 60 x 16 x 10", ((60, 16),))
+        yield _shrink_case("shrink 60 x 16 x 10", ((60, 16),))
+        yield _server_case("server step 2 layers", ((16, 4, 3, 3), (16,)))
         return
     yield _threshold_case("tsvd 784 x 64 x 10", HIDDEN, Target(4.0, SVD))
-    yield _threshold_case("tsvd LeNet-5, 10 clients", LENET, Target(4.0, SVD))
-    yield _threshold_case("tsvd LeNet-5, clients first", LENET, Target(), clients_first=True)
+    yield _threshold_case("tsvd small LeNet, 10 clients", SMALL_LENET, Target(4.0, SVD))
+    yield _threshold_case("tsvd small LeNet, clients first", SMALL_LENET, Target(), True)
     yield _values_case("singular values 784 x 64 x 10", HIDDEN)
-    yield _values_case("singular values LeNet-5, 10 clients", LENET)
+    yield _values_case("singular values small LeNet, 10 clients", SMALL_LENET)
+    yield _shrink_case("shrink 784 x 64 x 10, optimal", HIDDEN)
+    yield _server_case("server step MLP, 10 clients", PERCEPTRON)
+    yield _server_case("server step LeNet-5, 10 clients", LENET_5)
 
 
 def _flops(shapes: tuple[tuple[int, int], ...], products: int, cubes: int) -> int:
@@ -109,6 +128,78 @@ def _values_case(name: str, shapes: tuple[tuple[int, int], ...]) -> Case:
             Form("rfft, Gram, eigvalsh", plain(_gram_values), lambda inputs: (inputs,)),
         ),
         truth=lambda inputs: [_svdvals(x.double()) for x in inputs],
+    )
+
+
+def _shrink_case(name: str, shapes: tuple[tuple[int, int], ...]) -> Case:
+    """Time Gavish and Donoho's shrinker, its edge at half of what the noise has."""
+    by = tsvd.Optimal(0.5 * tsvd.slice_noise(1.0, CLIENTS))
+
+    def ours(tensors: list[Tensor]) -> Outputs:
+        return list(tsvd.shrink(tensors, by).tensors)
+
+    def plain(tensors: list[Tensor]) -> Outputs:
+        return [_shrunk_by_svd(x, by) for x in tensors]
+
+    return Case(
+        op="tsvd_shrink",
+        name=name,
+        dtype=torch.float32,
+        parameters={"shapes": [list(shape) for shape in shapes], "clients": CLIENTS},
+        make_inputs=functools.partial(_inputs, shapes, False),
+        bytes_moved=2 * 4 * CLIENTS * sum(d * h for d, h in shapes),
+        flops=_flops(shapes, 12, 17),
+        bound="gemm",
+        ours=Form("dpkernels", ours, lambda inputs: (inputs,)),
+        plain=(Form(SVD, plain, lambda inputs: (inputs,)),),
+        truth=lambda inputs: plain([x.double() for x in inputs]),
+    )
+
+
+def _shrunk_by_svd(x: Tensor, by: tsvd.Shrinker) -> Tensor:
+    u, s, vh = torch.linalg.svd(_slices(x), full_matrices=False)
+    return _clients((u * by(s, x.shape[0], x.shape[1]).unsqueeze(1)) @ vh, x)
+
+
+def _server_case(name: str, shapes: tuple[tuple[int, ...], ...]) -> Case:
+    sizes = [math.prod(shape) for shape in shapes]
+    begins = itertools.accumulate(sizes, initial=0)
+    layers = [Layer(str(i), at, s) for i, (at, s) in enumerate(zip(begins, shapes, strict=False))]
+    folded = [(x.shape[0], x.shape[1]) for x in fold(layers, torch.empty(1, sum(sizes)))]
+
+    def uploads(device: torch.device, generator: torch.Generator) -> Inputs:
+        return [torch.randn(CLIENTS, sum(sizes), generator=generator, device=device)]
+
+    def arguments(inputs: Inputs) -> tuple[Tensor, list[float]]:
+        return inputs[0], [
+            _gram_values(x.double()).median().item() for x in fold(layers, inputs[0])
+        ]
+
+    def ours(given: Tensor, thresholds: list[float]) -> Outputs:
+        tensors = tsvd.soft_threshold(fold(layers, given), thresholds).tensors
+        return [unfold(layers, list(tensors), given)]
+
+    def plain(form: Threshold) -> Callable[..., Outputs]:
+        def run(given: Tensor, thresholds: list[float]) -> Outputs:
+            pairs = zip(fold(layers, given), thresholds, strict=True)
+            return [unfold(layers, [form(x, tau) for x, tau in pairs], given)]
+
+        return run
+
+    forms = [form for form in _THRESHOLD_FORMS if "Gram" in form]
+    exact = plain(_THRESHOLD_FORMS[forms[0]])
+    return Case(
+        op="tsvd_soft_threshold",
+        name=name,
+        dtype=torch.float32,
+        parameters={"shapes": [list(shape) for shape in shapes], "clients": CLIENTS},
+        make_inputs=uploads,
+        bytes_moved=2 * 4 * CLIENTS * sum(sizes),
+        flops=_flops(tuple(folded), 12, 17),
+        bound="gemm",
+        ours=Form("dpkernels", ours, arguments),
+        plain=tuple(Form(form, plain(_THRESHOLD_FORMS[form]), arguments) for form in forms),
+        truth=lambda inputs: exact(inputs[0].double(), arguments(inputs)[1]),
     )
 
 

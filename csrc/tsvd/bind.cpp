@@ -1,4 +1,4 @@
-// dpkernels::tsvd_soft_threshold and tsvd_singular_values on CPU tensors.
+// dpkernels::tsvd_soft_threshold, tsvd_shrink and tsvd_singular_values on CPU tensors.
 //
 // Friendly messages come from the Python functions; the checks here keep a direct call of the
 // operators from reading or writing memory that is not theirs. Only the content of the tensors is
@@ -14,6 +14,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cmath>
 #include <tuple>
 #include <vector>
 
@@ -28,6 +29,7 @@ using TensorVector = std::vector<at::Tensor>;
 struct Layers {
   TensorVector tensors, planes, operators, values;
   std::vector<std::vector<dpk::SliceResult>> results;
+  std::vector<std::vector<dpk::ShrinkCurve>> curves;
   std::vector<dpk::ClientTensor> layers;
 
   explicit Layers(at::TensorList given) : results(given.size()) {
@@ -93,12 +95,19 @@ struct Layers {
   }
 };
 
-// Thresholds slice s of layer l in place by its SVD.
-void threshold_by_svd(Layers& layers, size_t l, int64_t s) {
-  const double threshold = layers.layers[l].threshold;
+// Shrinks slice s of layer l in place by its SVD.
+void shrink_by_svd(Layers& layers, size_t l, int64_t s) {
+  const dpk::ShrinkCurve& curve = layers.curves[l][s];
   const int64_t cols = layers.layers[l].cols;
   const auto [u, values, vh] = at::linalg_svd(layers.slice(l, s), /*full_matrices=*/false);
-  const at::Tensor product = u.mul(values.sub(threshold).clamp_min(0)).matmul(vh);
+  at::Tensor shrunk = values.clone();
+  int64_t kept = 0;
+  for (int64_t k = 0; k < cols; ++k) {
+    float& value = shrunk.mutable_data_ptr<float>()[k];
+    kept += value > curve.cut;
+    value = static_cast<float>(value * curve.factor(value));
+  }
+  const at::Tensor product = u.mul(shrunk).matmul(vh);
   at::Tensor plane = layers.planes[l].select(0, s);
   if (product.is_complex()) {
     plane.narrow(1, 0, cols).copy_(at::real(product));
@@ -106,32 +115,28 @@ void threshold_by_svd(Layers& layers, size_t l, int64_t s) {
   } else {
     plane.narrow(1, 0, cols).copy_(product);
   }
-  layers.results[l][s] = {dpk::Outcome::replaced, values.gt(threshold).sum().item<int64_t>()};
+  layers.results[l][s] = {dpk::Outcome::replaced, kept};
 }
 
-std::tuple<TensorVector, TensorVector> soft_threshold(at::TensorList tensors,
-                                                      at::ArrayRef<double> thresholds) {
-  TORCH_CHECK_VALUE(tensors.size() == thresholds.size(),
-                    "thresholds must have one number for each of tensors");
-  Layers layers(tensors);
+// Shrinks the layers by their curves. op: named where a value is not finite.
+std::tuple<TensorVector, TensorVector> shrink_layers(const char* op, Layers& layers) {
   TensorVector outs, kept;
-  for (size_t l = 0; l < tensors.size(); ++l) {
-    TORCH_CHECK_VALUE(thresholds[l] > 0, "thresholds must be > 0");
+  for (size_t l = 0; l < layers.layers.size(); ++l) {
     dpk::ClientTensor& layer = layers.layers[l];
-    layer.threshold = thresholds[l];
+    layer.curves = layers.curves[l].data();
     layers.operators.push_back(
         at::empty({layer.slices(), 2 * layer.cols, 2 * layer.cols}, at::kFloat));
     layer.operators = layers.operators.back().mutable_data_ptr<float>();
-    outs.push_back(at::empty_like(tensors[l]));
+    outs.push_back(at::empty_like(layers.tensors[l]));
     layer.out = outs.back().mutable_data_ptr<float>();
     layer.out_strides = Layers::strides_of(outs.back());
   }
   const dpk::Executor executor = dpk::torch_executor();
   const at::Tensor workspace = layers.workspace(executor);
-  layers.transform("soft_threshold", workspace, executor);
-  dpk::threshold_operators(layers.layers.data(), layers.count(), workspace.mutable_data_ptr(),
-                           executor);
-  layers.replace_where_needed([&](size_t l, int64_t s) { threshold_by_svd(layers, l, s); });
+  layers.transform(op, workspace, executor);
+  dpk::shrink_operators(layers.layers.data(), layers.count(), workspace.mutable_data_ptr(),
+                        executor);
+  layers.replace_where_needed([&](size_t l, int64_t s) { shrink_by_svd(layers, l, s); });
   dpk::transform_back(layers.layers.data(), layers.count(), workspace.mutable_data_ptr(), executor);
   for (const std::vector<dpk::SliceResult>& results : layers.results) {
     at::Tensor counts = at::empty({static_cast<int64_t>(results.size())}, at::kLong);
@@ -141,6 +146,40 @@ std::tuple<TensorVector, TensorVector> soft_threshold(at::TensorList tensors,
     kept.push_back(counts);
   }
   return {outs, kept};
+}
+
+std::tuple<TensorVector, TensorVector> soft_threshold(at::TensorList tensors,
+                                                      at::ArrayRef<double> thresholds) {
+  TORCH_CHECK_VALUE(tensors.size() == thresholds.size(),
+                    "thresholds must have one number for each of tensors");
+  Layers layers(tensors);
+  for (size_t l = 0; l < tensors.size(); ++l) {
+    const double tau = thresholds[l];
+    TORCH_CHECK_VALUE(tau > 0, "thresholds must be > 0");
+    layers.curves.emplace_back(layers.layers[l].slices(), dpk::ShrinkCurve{tau, tau, 0.0, 0.0});
+  }
+  return shrink_layers("soft_threshold", layers);
+}
+
+// curves: cut, subtracted, upper and lower of every slice of every tensor.
+std::tuple<TensorVector, TensorVector> shrink(at::TensorList tensors, at::ArrayRef<double> curves) {
+  Layers layers(tensors);
+  const double* next = curves.begin();
+  for (const dpk::ClientTensor& layer : layers.layers) {
+    std::vector<dpk::ShrinkCurve>& of_layer = layers.curves.emplace_back();
+    TORCH_CHECK_VALUE(curves.end() - next >= 4 * layer.slices(),
+                      "curves must have 4 numbers for each slice of tensors");
+    for (int64_t s = 0; s < layer.slices(); ++s, next += 4) {
+      const dpk::ShrinkCurve curve{next[0], next[1], next[2], next[3]};
+      TORCH_CHECK_VALUE(std::isfinite(curve.cut) && curve.subtracted >= 0 && curve.lower >= 0 &&
+                            curve.cut >= curve.subtracted && curve.cut >= curve.upper &&
+                            curve.upper >= curve.lower,
+                        "curves must have cut >= subtracted >= 0 and cut >= upper >= lower >= 0");
+      of_layer.push_back(curve);
+    }
+  }
+  TORCH_CHECK_VALUE(next == curves.end(), "curves must have 4 numbers for each slice of tensors");
+  return shrink_layers("shrink", layers);
 }
 
 TensorVector singular_values(at::TensorList tensors) {
@@ -164,5 +203,6 @@ TensorVector singular_values(at::TensorList tensors) {
 
 TORCH_LIBRARY_IMPL(dpkernels, CPU, m) {
   m.impl("tsvd_soft_threshold", soft_threshold);
+  m.impl("tsvd_shrink", shrink);
   m.impl("tsvd_singular_values", singular_values);
 }

@@ -175,7 +175,7 @@ void for_each_slice(const ClientTensor* layers, int64_t count, void* workspace,
       });
 }
 
-// Where rows [begin, end) of the thresholded slices are: memory.slices.
+// Where rows [begin, end) of the shrunk slices are: memory.slices.
 void multiply_slices(const ClientTensor& layer, int64_t begin, int64_t end, RowMemory& memory) {
   const int64_t stride = 2 * layer.cols, size = (end - begin) * stride;
   for (int64_t s = 0; s < layer.slices(); ++s) {
@@ -214,12 +214,11 @@ int64_t transform_clients(const ClientTensor* layers, int64_t count, void* works
   return bad == finite.end() ? -1 : blocks[bad - finite.begin()].layer;
 }
 
-void threshold_operators(const ClientTensor* layers, int64_t count, void* workspace,
-                         const Executor& executor) {
-  for_each_slice(layers, count, workspace, executor,
-                 [](SliceSolver& solver, const ClientTensor& layer, int64_t s) {
-                   solver.threshold(layer, s);
-                 });
+void shrink_operators(const ClientTensor* layers, int64_t count, void* workspace,
+                      const Executor& executor) {
+  for_each_slice(
+      layers, count, workspace, executor,
+      [](SliceSolver& solver, const ClientTensor& layer, int64_t s) { solver.shrink(layer, s); });
 }
 
 void slice_singular_values(const ClientTensor* layers, int64_t count, void* workspace,

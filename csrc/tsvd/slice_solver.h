@@ -1,4 +1,4 @@
-// The eigendecomposition of one slice's Gram matrix, and the operator that thresholds the slice.
+// The eigendecomposition of one slice's Gram matrix, and the operator that shrinks the slice.
 #pragma once
 
 #include <algorithm>
@@ -21,10 +21,11 @@ struct SliceKernels {
                                int64_t stride);
 };
 
-// The operator comes from the Gram matrix G = M^H M in double if the threshold is at least this
-// part of |M|_F. The computed G is off by E, |E|_F <= c 2^-53 |M|_F^2, and the error of the result
-// M P is at most |E|_F / (2 threshold): see dpkernels/ops/tsvd/__init__.py. At this bound that is
-// c 2^-30 |M|_F, below the rounding of float32 for any c < 64.
+// The operator comes from the Gram matrix G = M^H M in double if the cut is at least this part of
+// |M|_F. The computed G is off by E, |E|_F <= c 2^-53 |M|_F^2, and the error of the result M P is
+// at most |E|_F / (2 cut) for the soft threshold, and (L + 1) |E|_F / cut for a curve with slopes
+// up to L: see dpkernels/ops/tsvd/__init__.py. At this bound that is c 2^-30 |M|_F, or c 2^-29 (L +
+// 1) |M|_F, where an SVD in float32 errs by L 2^-24 |M|_F.
 constexpr double kGramBound = 0x1p-24;
 
 // Solves slices one after the other, in one thread, in memory for the largest of them.
@@ -49,17 +50,20 @@ class SliceSolver {
   int64_t bytes() const { return bytes_; }
 
   // Writes slice s's operator and result.
-  void threshold(const ClientTensor& layer, int64_t s) {
+  void shrink(const ClientTensor& layer, int64_t s) {
     SliceResult& result = layer.results[s];
+    const ShrinkCurve& curve = layer.curves[s];
+    result = {Outcome::replaced, layer.cols};
+    if (curve.changes_nothing()) return;
     result = {Outcome::vanished, 0};
     load_gram(layer, s);
     const double norm = std::sqrt(trace_);
-    if (norm <= layer.threshold) return;
-    if (layer.threshold < kGramBound * norm || !solve(layer, s, true)) {
+    if (norm <= curve.cut) return;
+    if (curve.cut < kGramBound * norm || !solve(layer, s, true)) {
       result.outcome = Outcome::needs_svd;
       return;
     }
-    result.kept = keep_above(layer.threshold);
+    result.kept = keep_above(curve);
     if (result.kept == 0) return;
     result.outcome = Outcome::multiplied;
     kernels_.apply_reflections[complex_](problem_, vectors_, vectors_ + problem_.n * kept_stride_,
@@ -142,19 +146,19 @@ class SliceSolver {
     return std::sqrt(std::max(0.0, problem_.values[k]) * trace_);
   }
 
-  // vectors_ = the columns z sqrt(1 - threshold / s) with s above the threshold, z the eigenvectors
-  // of the tridiagonal form, and zeros for the imaginary part; returns how many.
-  int64_t keep_above(double threshold) {
+  // vectors_ = the columns z sqrt(factor(s)) with s above the cut, z the eigenvectors of the
+  // tridiagonal form, and zeros for the imaginary part; returns how many.
+  int64_t keep_above(const ShrinkCurve& curve) {
     const int64_t n = problem_.n;
     int64_t kept = 0;
-    for (int64_t k = 0; k < n; ++k) kept += singular_value(k) > threshold;
+    for (int64_t k = 0; k < n; ++k) kept += singular_value(k) > curve.cut;
     kept_stride_ = hermitian_stride(kept);
     std::fill_n(vectors_, 2 * n * kept_stride_, 0.0);
     int64_t column = 0;
     for (int64_t k = 0; k < n; ++k) {
       const double s = singular_value(k);
-      if (s <= threshold) continue;
-      const double factor = std::sqrt(1.0 - threshold / s);
+      if (s <= curve.cut) continue;
+      const double factor = std::sqrt(curve.factor(s));
       const double* const z = problem_.vectors + k * problem_.stride;
       for (int64_t i = 0; i < n; ++i) vectors_[i * kept_stride_ + column] = factor * z[i];
       ++column;

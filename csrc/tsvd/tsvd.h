@@ -1,7 +1,8 @@
-// Soft threshold of the singular values of a tensor's Fourier slices. The mathematics is in
+// Shrinking the singular values of a tensor's Fourier slices. The mathematics is in
 // dpkernels/ops/tsvd/__init__.py. Torch-free.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "common/executor.h"
@@ -14,7 +15,25 @@ enum class Outcome : int8_t { multiplied, vanished, needs_svd, replaced };
 
 struct SliceResult {
   Outcome outcome;
-  int64_t kept;  // singular values above the threshold
+  int64_t kept;  // singular values above the cut
+};
+
+// How the singular values of a slice shrink: soft, hard and optimal shrinkers are members of one
+// family, dpkernels/ops/tsvd/shrinkers.py. cut >= subtracted, cut >= upper >= lower, all >= 0.
+struct ShrinkCurve {
+  double cut;
+  double subtracted;
+  double upper;
+  double lower;
+
+  bool changes_nothing() const { return cut == 0.0; }
+
+  // What a singular value is multiplied with: 0 up to the cut, then at most 1.
+  double factor(double s) const {
+    if (s <= cut) return 0.0;
+    const double u = upper / s, l = lower / s;
+    return (1.0 - subtracted / s) * std::sqrt((1.0 - u) * (1.0 + u) * (1.0 - l) * (1.0 + l));
+  }
 };
 
 struct ClientStrides {
@@ -33,11 +52,11 @@ struct ClientTensor {
   int64_t rows;
   int64_t cols;
   int64_t clients;
-  double threshold;      // > 0
-  float* planes;         // [slices, rows, 2 cols]: real parts, then imaginary parts of a row
-  float* operators;      // [slices, 2 cols, 2 cols]
-  SliceResult* results;  // [slices]
-  float* values;         // [slices, cols]: singular values, largest first
+  const ShrinkCurve* curves;  // [slices]
+  float* planes;              // [slices, rows, 2 cols]: real parts, then imaginary parts of a row
+  float* operators;           // [slices, 2 cols, 2 cols]
+  SliceResult* results;       // [slices]
+  float* values;              // [slices, cols]: singular values, largest first
 
   int64_t slices() const { return clients / 2 + 1; }
   bool slice_is_real(int64_t s) const { return s == 0 || 2 * s == clients; }
@@ -55,10 +74,10 @@ int64_t tsvd_workspace_bytes(const ClientTensor* layers, int64_t count, const Ex
 int64_t transform_clients(const ClientTensor* layers, int64_t count, void* workspace,
                           const Executor& executor);
 
-// The operator P = V max(0, 1 - threshold / s) V^H of every slice M = U s V^H, from the
-// eigendecomposition of M^H M in double: M P is the result. Writes operators and results.
-void threshold_operators(const ClientTensor* layers, int64_t count, void* workspace,
-                         const Executor& executor);
+// The operator P = V factor(s) V^H of every slice M = U s V^H, from the eigendecomposition of
+// M^H M in double: M P is the result. Writes operators and results.
+void shrink_operators(const ClientTensor* layers, int64_t count, void* workspace,
+                      const Executor& executor);
 
 // out = the inverse transform of the slices, after each has been multiplied by its operator.
 void transform_back(const ClientTensor* layers, int64_t count, void* workspace,

@@ -51,7 +51,8 @@ def test_slices_that_need_an_svd_are_found_one_by_one() -> None:
     threshold = 1e-8
     norms = torch.linalg.matrix_norm(x)
     assert (threshold < triton_impl._GRAM_BOUND * norms).tolist() == [True, False, True]
-    found, kept = triton_impl._threshold(x, threshold)
+    curves = torch.tensor([[threshold, threshold, 0, 0]], dtype=torch.float64).expand(3, 4)
+    found, kept = triton_impl._shrink(x, curves)
     assert kept.tolist()[::2] == [4, 4] and 0 <= kept[1] < 4
     u, s, vh = torch.linalg.svd(x.to(torch.complex128), full_matrices=False)
     exact = (u * (s - threshold).clamp(min=0).unsqueeze(1)) @ vh

@@ -389,5 +389,15 @@ def tsvd_soft_threshold(draw: Draw) -> Arguments:
 
 
 @call
+def tsvd_shrink(draw: Draw) -> Arguments:
+    tensors = _client_tensors(draw)
+    curves = []
+    for _ in range(sum(x.shape[2] // 2 + 1 for x in tensors)):
+        lower, upper, cut = sorted(abs(draw.number()) for _ in range(3))
+        curves += [cut, draw.one_of((0.0, cut)), upper, lower]
+    return [tensors, curves]
+
+
+@call
 def tsvd_singular_values(draw: Draw) -> Arguments:
     return [_client_tensors(draw)]

@@ -29,66 +29,90 @@ is then better by ``2^6 / c``. Below that an SVD is taken; ``tau = 0`` changes n
 the same comparison asks for ``tau >= c |M|_F / 2``, above nearly all singular values, so float64
 is left to the reference, which takes an SVD. Singular values alone need no threshold: ``|s' - s| <=
 sqrt(|E|_F)``, about ``2^-26 |M|_F``, is a quarter of what float32 can show.
+
+``shrink`` takes other functions f of the singular values (``shrinkers``), with ``0 <= f(s) <= s``
+and ``f(s) = 0`` up to a cut. Let L be the largest ``|f(s) - f(s')| / |s - s'|`` over singular
+values s of M and s' of the perturbed matrix. For ``P = V f(s) / s V^H`` the elements of
+``V^H E V'`` are multiplied with ``(f(s') / s' - f(s) / s) / (s'^2 - s^2)``, and s times
+that is at most
+
+    |f(s) - f(s') s / s'| / (|s - s'| (s + s'))  <=  (L + f(s') / s') / (s + s')  <=  (L + 1) / cut,
+
+because one of s and s' is above the cut, or the element is 0. So the error is at most ``c 2^-53
+(L + 1) |M|_F^2 / cut``. A float32 SVD errs by about ``2^-24 L |M|_F``, so the same rule serves: the
+Gram matrix if ``cut >= 2^-24 |M|_F``, which is then better by ``2^5 L / (c (L + 1))``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dpkernels import backend
-from dpkernels.ops.checks import check_finite
 from dpkernels.ops.tsvd import reference
+from dpkernels.ops.tsvd.layers import (
+    COMPILED_DTYPES,
+    Thresholded,
+    checked_layers,
+    fake_thresholded,
+    gathered,
+    slice_count,
+)
+from dpkernels.ops.tsvd.shrink import shrink, shrink_matrices
+from dpkernels.ops.tsvd.shrinkers import (
+    Hard,
+    Optimal,
+    Shrinker,
+    Soft,
+    numbers,
+    slice_noise,
+)
 
-__all__ = ["Thresholded", "nuclear_norm", "singular_values", "soft_threshold"]
-
-DTYPES = frozenset({torch.float32, torch.float64})
-# What the compiled kernels take: see above.
-COMPILED_DTYPES = frozenset({torch.float32})
-
-
-class Thresholded(NamedTuple):
-    """What ``soft_threshold`` returns.
-
-    tensors: ``[d, h, K]``, with the strides of the input if that was dense; a list for a list.
-    kept: int64 ``[K // 2 + 1]``, how many singular values of each slice exceed the threshold; all
-        ``min(d, h)`` where that is 0, because nothing is cut then. A list for a list.
-    """
-
-    tensors: Tensor | list[Tensor]
-    kept: Tensor | list[Tensor]
+__all__ = [
+    "Hard",
+    "Optimal",
+    "Shrinker",
+    "Soft",
+    "Thresholded",
+    "nuclear_norm",
+    "shrink",
+    "shrink_matrices",
+    "singular_values",
+    "slice_noise",
+    "soft_threshold",
+]
 
 
 def soft_threshold(
-    tensors: Tensor | Sequence[Tensor], thresholds: float | Sequence[float]
+    tensors: Tensor | Sequence[Tensor], thresholds: float | Tensor | Sequence[float | Tensor]
 ) -> Thresholded:
     """Shrink the singular values ``s`` of all Fourier slices to ``max(0, s - threshold)``.
 
     tensors: ``[d, h, K]`` float32 or float64, K >= 1 clients last, or a list of such (the layers of
         a model) sharing dtype and device. Any strides: ``torch.stack(weights).permute(1, 2, 0)`` is
         taken without a copy, and the result has its layout.
-    thresholds: >= 0, one for all tensors or one for each.
+    thresholds: >= 0, one for all tensors or one for each; a tensor ``[K // 2 + 1]`` has one for
+        each frequency, and is ``shrink`` with ``Soft``.
 
     With n = min(d, h), m = max(d, h): about ``K (6 m n^2 + 9 n^3)`` flops. Takes the memory of the
     tensors (K + 2) / K times for their slices, and 2 n / m of that for the operators P.
     Raises ValueError for bad input, and for a value that is not finite, naming the tensor.
     """
     op = "soft_threshold"
-    layers = _layers(op, tensors)
+    layers = checked_layers(op, tensors)
     limits = _thresholds(op, thresholds, len(layers))
+    single = [limit for limit in limits if isinstance(limit, float)]
+    if len(single) < len(limits):
+        return shrink(tensors, [Soft(limit) for limit in limits])
     # No kernel has to know about thresholds of 0 and empty tensors.
-    busy = [i for i, x in enumerate(layers) if limits[i] > 0 and x.numel() > 0]
+    busy = [i for i, x in enumerate(layers) if single[i] > 0 and x.numel() > 0]
     found: tuple[list[Tensor], list[Tensor]] = ([], [])
     if busy:
         run = backend.select(_soft_threshold, layers[0].device, layers[0].dtype)
-        found = run([layers[i] for i in busy], [limits[i] for i in busy])
-    results, counts = (dict(zip(busy, part, strict=True)) for part in found)
-    out = [results[i] if i in results else x.clone() for i, x in enumerate(layers)]
-    kept = [counts[i] if i in counts else _all_kept(x) for i, x in enumerate(layers)]
-    return Thresholded(*((out[0], kept[0]) if isinstance(tensors, Tensor) else (out, kept)))
+        found = run([layers[i] for i in busy], [single[i] for i in busy])
+    return gathered(layers, busy, found, as_list=not isinstance(tensors, Tensor))
 
 
 def singular_values(tensors: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
@@ -99,14 +123,14 @@ def singular_values(tensors: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]
     The remaining slices have the values of slices ``1 ... (K - 1) // 2`` again. About
     ``K (2 m n^2 + 3 n^3)`` flops. Raises as ``soft_threshold`` does.
     """
-    layers = _layers("singular_values", tensors)
+    layers = checked_layers("singular_values", tensors)
     busy = [i for i, x in enumerate(layers) if x.numel() > 0]
     found: list[Tensor] = []
     if busy:
         run = backend.select(_singular_values, layers[0].device, layers[0].dtype)
         found = run([layers[i] for i in busy])
     results = dict(zip(busy, found, strict=True))
-    empty = [x.new_empty(_slices(x), 0) for x in layers]
+    empty = [x.new_empty(slice_count(x), 0) for x in layers]
     values = [results.get(i, empty[i]) for i in range(len(layers))]
     return values[0] if isinstance(tensors, Tensor) else values
 
@@ -130,69 +154,26 @@ def _nuclear_norm(values: Tensor, clients: int) -> Tensor:
     return (sums.sum() + sums[1 : (clients + 1) // 2].sum()) / clients
 
 
-def _slices(tensor: Tensor) -> int:
-    return tensor.shape[2] // 2 + 1
-
-
-def _all_kept(tensor: Tensor) -> Tensor:
-    return tensor.new_full((_slices(tensor),), min(tensor.shape[:2]), dtype=torch.int64)
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
-
-
-def _layers(op: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    layers = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    if not layers:
-        raise ValueError(f"{op}: tensors is an empty list; pass at least one [d, h, K] tensor")
-    first = layers[0]
-    for x in layers:
-        if x.dim() != 3 or x.dtype not in DTYPES:
-            raise ValueError(
-                f"{op}: tensors must be [d, h, K] float32 or float64, got {_describe(x)}; stack "
-                "the clients' weights, as matrices, along a last dimension"
-            )
-        if x.shape[2] == 0:
-            raise ValueError(f"{op}: tensors must have at least one client, got {_describe(x)}")
-        if x.dtype != first.dtype or x.device != first.device:
-            raise ValueError(
-                f"{op}: all of tensors must share dtype and device, got {_describe(first)} and "
-                f"{_describe(x)}"
-            )
-    return [x.detach() for x in layers]
-
-
-def _thresholds(op: str, thresholds: float | Sequence[float], count: int) -> list[float]:
-    if isinstance(thresholds, Sequence):
-        limits = [float(threshold) for threshold in thresholds]
-    else:
-        limits = [float(thresholds)] * count
-    if len(limits) != count:
+def _thresholds(
+    op: str, thresholds: float | Tensor | Sequence[float | Tensor], count: int
+) -> list[float | tuple[float, ...]]:
+    each = list(thresholds) if isinstance(thresholds, Sequence) else [thresholds] * count
+    if len(each) != count:
         raise ValueError(
-            f"{op}: thresholds has {len(limits)} numbers for {count} tensors; pass one for all, or "
+            f"{op}: thresholds has {len(each)} numbers for {count} tensors; pass one for all, or "
             "one for each"
         )
-    for threshold in limits:
-        check_finite(op, "thresholds", threshold, at_least=0.0)
-    return limits
-
-
-def _fake_soft_threshold(
-    tensors: list[Tensor], thresholds: list[float]
-) -> tuple[list[Tensor], list[Tensor]]:
-    kept = [x.new_empty((_slices(x),), dtype=torch.int64) for x in tensors]
-    return [torch.empty_like(x) for x in tensors], kept
+    return [numbers(op, "thresholds", threshold) for threshold in each]
 
 
 def _fake_singular_values(tensors: list[Tensor]) -> list[Tensor]:
-    return [x.new_empty(_slices(x), torch.sym_min(x.shape[0], x.shape[1])) for x in tensors]
+    return [x.new_empty(slice_count(x), torch.sym_min(x.shape[0], x.shape[1])) for x in tensors]
 
 
 _soft_threshold = backend.register(
     "tsvd_soft_threshold(Tensor[] tensors, float[] thresholds) -> (Tensor[] out, Tensor[] kept)",
     reference=reference.soft_threshold,
-    fake=_fake_soft_threshold,
+    fake=fake_thresholded,
     dtypes=COMPILED_DTYPES,
     triton="dpkernels.ops.tsvd.triton_impl:soft_threshold",
 )

@@ -1,4 +1,4 @@
-"""Soft threshold of a tensor's singular values in plain PyTorch, by the SVD of every slice.
+"""Shrinking a tensor's singular values in plain PyTorch, by the SVD of every slice.
 
 These functions are the documentation of the compiled ones, the fallback where those are missing,
 and, given float64 inputs, the truth that the others are tested against. They take the arguments
@@ -51,6 +51,51 @@ def soft_threshold(
     for index, (tensor, threshold) in enumerate(zip(tensors, thresholds, strict=True)):
         slices = fourier_slices("soft_threshold", index, tensor)
         shrunk, count = threshold_by_svd(slices, threshold)
+        out.append(to_clients(shrunk, tensor))
+        kept.append(count)
+    return out, kept
+
+
+def shrink_factors(values: Tensor, curves: Tensor) -> Tensor:
+    """Return what singular values ``[S, n]`` are multiplied with, float64 ``[S, n]``.
+
+    curves: float64 ``[S, 4]``: cut, subtracted, upper and lower of ``tsvd.shrinkers``.
+    """
+    s = values.double()
+    cut, subtracted, upper, lower = curves.unsqueeze(1).unbind(2)
+    high, low = upper / s, lower / s
+    below = (1 - high) * (1 + high) * (1 - low) * (1 + low)
+    factors = (1 - subtracted / s) * below.sqrt()
+    return torch.where(s > cut, factors, 0.0)
+
+
+def shrink_by_svd(slices: Tensor, curves: Tensor) -> tuple[Tensor, Tensor]:
+    """Every slice with its singular values shrunk, and how many of each are above the cut.
+
+    slices: ``[S, d, h]``; curves: float64 ``[S, 4]``. A cut of 0 leaves a slice as it is.
+    """
+    u, s, vh = torch.linalg.svd(slices, full_matrices=False)
+    shrunk = (s.double() * shrink_factors(s, curves)).to(s.dtype)
+    cut = curves[:, :1]
+    out = torch.where(cut.unsqueeze(2) > 0, (u * shrunk.unsqueeze(-2)) @ vh, slices)
+    return out, ((s > cut) | (cut == 0)).sum(1)
+
+
+def curves_of(tensors: list[Tensor], curves: list[float]) -> list[Tensor]:
+    """Return the curves of each tensor, float64 ``[K // 2 + 1, 4]``, from the flat list of all."""
+    table = torch.tensor(curves, dtype=torch.float64).view(-1, 4)
+    parts = table.split([x.shape[2] // 2 + 1 for x in tensors])
+    return [part.to(x.device) for part, x in zip(parts, tensors, strict=True)]
+
+
+def shrink(tensors: list[Tensor], curves: list[float]) -> tuple[list[Tensor], list[Tensor]]:
+    """Every tensor with its slices' singular values shrunk, and how many are above the cut."""
+    out, kept = [], []
+    for index, (tensor, of_tensor) in enumerate(
+        zip(tensors, curves_of(tensors, curves), strict=True)
+    ):
+        slices = fourier_slices("shrink", index, tensor)
+        shrunk, count = shrink_by_svd(slices, of_tensor)
         out.append(to_clients(shrunk, tensor))
         kept.append(count)
     return out, kept

@@ -1,4 +1,4 @@
-"""Soft threshold of a tensor's singular values on GPUs: Gram matrices and products in Triton.
+"""Shrinking a tensor's singular values on GPUs: Gram matrices and products in Triton.
 
 The transforms are PyTorch's (cuFFT, rocFFT), and so is the Hermitian eigensolver between the two
 kernels. Slices are contiguous ``[S, m, n]``, m >= n, complex64, read as pairs of floats. Gram
@@ -21,7 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from dpkernels.ops.ahead_of_time import COMPILE_OPTIONS, AheadOfTimeCase
-from dpkernels.ops.tsvd.reference import fourier_slices, threshold_by_svd, to_clients
+from dpkernels.ops.tsvd.reference import (
+    curves_of,
+    fourier_slices,
+    shrink_by_svd,
+    shrink_factors,
+    to_clients,
+)
 
 # The bound of the Gram matrix, as a part of |M|_F: see the package.
 _GRAM_BOUND = 2.0**-24
@@ -159,19 +165,21 @@ def _product(slices: Tensor, operators: Tensor) -> Tensor:
     return out
 
 
-def _threshold(slices: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Return the slices with their singular values shrunk, and how many of each were kept."""
+def _shrink(slices: Tensor, curves: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the slices with their singular values shrunk by ``curves``, and how many were kept."""
     gram = _gram(slices)
     eigenvalues, vectors = torch.linalg.eigh(gram)
     s = eigenvalues.clamp(min=0).sqrt()
-    factors = torch.where(s > threshold, 1 - threshold / s, 0.0)
+    factors = shrink_factors(s, curves)
     operators = (vectors * factors.unsqueeze(1)) @ vectors.mH
     out = _product(slices, operators.to(torch.complex64).contiguous())
-    kept = (s > threshold).sum(1)
+    cuts = curves[:, 0]
+    kept = (s > cuts.unsqueeze(1)).sum(1)
     norms = gram.diagonal(dim1=1, dim2=2).real.sum(1).sqrt()
-    inaccurate = (threshold < _GRAM_BOUND * norms).nonzero().flatten()
+    inaccurate = ((cuts < _GRAM_BOUND * norms) | (cuts == 0)).nonzero().flatten()
     if inaccurate.numel() > 0:
-        out[inaccurate], kept[inaccurate] = threshold_by_svd(slices[inaccurate], threshold)
+        by_svd = shrink_by_svd(slices[inaccurate], curves[inaccurate])
+        out[inaccurate], kept[inaccurate] = by_svd
     return out, kept
 
 
@@ -179,10 +187,26 @@ def soft_threshold(
     tensors: list[Tensor], thresholds: list[float]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Every tensor with its slices' singular values shrunk, and how many of them were kept."""
+    curves = []
+    for tensor, threshold in zip(tensors, thresholds, strict=True):
+        curves += [threshold, threshold, 0.0, 0.0] * (tensor.shape[2] // 2 + 1)
+    return _shrink_all("soft_threshold", tensors, curves)
+
+
+def shrink(tensors: list[Tensor], curves: list[float]) -> tuple[list[Tensor], list[Tensor]]:
+    """Every tensor with its slices' singular values shrunk, and how many are above the cut."""
+    return _shrink_all("shrink", tensors, curves)
+
+
+def _shrink_all(
+    op: str, tensors: list[Tensor], curves: list[float]
+) -> tuple[list[Tensor], list[Tensor]]:
     out, kept = [], []
-    for index, (tensor, threshold) in enumerate(zip(tensors, thresholds, strict=True)):
-        slices = fourier_slices("soft_threshold", index, tensor)
-        shrunk, count = _threshold(_tall(slices), threshold)
+    for index, (tensor, of_tensor) in enumerate(
+        zip(tensors, curves_of(tensors, curves), strict=True)
+    ):
+        slices = fourier_slices(op, index, tensor)
+        shrunk, count = _shrink(_tall(slices), of_tensor)
         wide = slices.shape[1] < slices.shape[2]
         out.append(to_clients(shrunk.mT if wide else shrunk, tensor))
         kept.append(count)
