@@ -3,7 +3,17 @@
 ``contract`` says what an algorithm is, ``loop.Federation`` runs one, ``algorithms`` has them.
 """
 
-from dpkernels.federated.algorithms import Centred, FedFC, FedGD, FedNew, FedSOFIM, Scaffold
+from dpkernels.federated.algorithms import (
+    Centred,
+    FedCEO,
+    FedFC,
+    FedGD,
+    FedNew,
+    FedSOFIM,
+    LocalDPSGD,
+    Scaffold,
+    UDPFedAvg,
+)
 from dpkernels.federated.contract import Algorithm, Query, Seen, Stage, Terms, Visit
 from dpkernels.federated.loop import Federation, Round
 from dpkernels.federated.model import ModelProblem
@@ -15,12 +25,14 @@ __all__ = [
     "Algorithm",
     "Centred",
     "Cohort",
+    "FedCEO",
     "FedFC",
     "FedGD",
     "FedNew",
     "FedSOFIM",
     "Federation",
     "Layer",
+    "LocalDPSGD",
     "LocalSGD",
     "Message",
     "ModelProblem",
@@ -32,5 +44,6 @@ __all__ = [
     "SoftmaxProblem",
     "Stage",
     "Terms",
+    "UDPFedAvg",
     "Visit",
 ]

@@ -17,12 +17,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NoReturn, get_args
 
 from torch import Tensor
 
-from dpkernels.federated.problem import Cohort, Problem
+from dpkernels.federated.problem import Cohort, Layer, Problem
 from dpkernels.privacy.mechanism import Adjacency, View
 
 Unit = Literal["record", "user"]
@@ -48,6 +48,10 @@ class Terms:
         public, a user less is a client that uploads noise alone.
     sampled: whether the clients of a round are drawn at random; else all take part.
     records_sampled: whether the records of a round are, inside each client.
+    cohort: how many clients a round has, on average if that is left to chance.
+    layers: the model's parameters, as ``Problem.layers`` has them.
+
+    ``Federation`` fills in the last four from its sampler and its problem.
     """
 
     clients: int
@@ -59,6 +63,8 @@ class Terms:
     adjacency: Adjacency
     sampled: bool = False
     records_sampled: bool = False
+    cohort: float = 0.0
+    layers: tuple[Layer, ...] = ()
 
     def __post_init__(self) -> None:
         for name, kind in (("unit", Unit), ("view", View), ("adjacency", Adjacency)):
@@ -153,13 +159,18 @@ class Seen:
     """What the server sees of a round.
 
     mean: ``[*shape]``, the sum of what arrived, divided by the public number of clients.
+    std: the standard deviation of the noise in every element of ``mean``, which is public; None
+        where uploads are made of noisy releases and are none themselves (``Stage.uploaded``).
     clients, uploads: who sent what, int64 ``[k]`` and ``[k, *shape]``. None under ``aggregate``:
         only the sum is opened (but for an algorithm that is ``void`` there, and says so).
+    own: what ``sent_to`` had for each of ``clients``, rows ``[k, ...]``.
     """
 
     mean: Tensor
+    std: float | None = None
     clients: Tensor | None = None
     uploads: Tensor | None = None
+    own: Tensors = field(default_factory=dict)
 
 
 class Algorithm(ABC):
@@ -177,6 +188,10 @@ class Algorithm(ABC):
     def void(self, terms: Terms) -> str | None:
         """Return why there is no guarantee under ``terms`` in spite of the noise, if so."""
         return None
+
+    def reads_uploads(self) -> bool:
+        """Return whether ``server`` takes single uploads, and not their mean alone."""
+        return False
 
     @abstractmethod
     def server_start(self, terms: Terms, theta: Tensor) -> Tensors:

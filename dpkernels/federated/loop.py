@@ -102,6 +102,8 @@ class Federation:
             records=terms.records * record_rate,
             sampled=sampler is not None,
             records_sampled=record_rate < 1,
+            cohort=float(cohort),
+            layers=problem.layers,
         )
         self.algorithm, self.problem, self.terms = algorithm, problem, terms
         self.release = Release(terms, sampling, cohort, max_dropouts, record_rate)
@@ -113,6 +115,12 @@ class Federation:
                 f"{algorithm.name}: its clients upload what they make of their noisy releases, but "
                 "with Poisson sampling under 'aggregate' the noise is added to the sum of uploads; "
                 "draw a fixed number of clients, or take view 'each_upload'"
+            )
+        if self.release.central and algorithm.reads_uploads():
+            raise ValueError(
+                f"{algorithm.name}: its server takes single uploads, which have no noise with "
+                "Poisson sampling under 'aggregate': it is added to their sum; draw a fixed number "
+                "of clients, or take view 'each_upload'"
             )
         self.void = algorithm.void(terms)
         self.epsilon_target, self.delta = epsilon, delta
@@ -211,7 +219,7 @@ class Federation:
         received = self._received(ids, uploads)
         released = len(received.clients) >= self.release.required
         if released:
-            self._open(stage, ids, received, state)
+            self._open(stage, ids, received, state, own)
         up = _bytes(received.uploads)
         common = {name: value for name, value in sent.items() if name not in own}
         down = len(ids) * sum(map(_bytes, common.values())) + sum(map(_bytes, own.values()))
@@ -287,17 +295,24 @@ class Federation:
         shape = tuple(uploads.shape[1:])
         return collect(messages, ids, self.rounds_begun, shape, uploads.dtype)
 
-    def _open(self, stage: Stage, ids: Tensor, received: Received, state: Tensors) -> None:
+    def _open(
+        self, stage: Stage, ids: Tensor, received: Received, state: Tensors, own: Tensors
+    ) -> None:
         """Account for the sum, open it, and let the server and the clients go on from it."""
         if self.terms.view == "aggregate":
             self._account(stage)
-        total = received.total()
+        total, multiplier = received.total(), self.multipliers[stage.name]
         if self.release.central:
-            std = self.release.sum_std(stage, self.multipliers[stage.name])
+            std = self.release.sum_std(stage, multiplier)
             add_gaussian_noise_(total, std, self._central_key)
-        seen = Seen(total / self.release.cohort)
-        if self.terms.view == "each_upload" or self.void is not None:
-            seen = replace(seen, clients=received.clients, uploads=received.uploads)
+        clients = received.clients
+        std_of_mean = self.release.mean_std(stage, multiplier, len(clients))
+        seen = Seen(total / self.release.cohort, std_of_mean)
+        void = self.void is not None and not self.release.central
+        if self.terms.view == "each_upload" or void:
+            rows = torch.searchsorted(ids, clients)
+            sent = {name: value[rows] for name, value in own.items()}
+            seen = replace(seen, clients=clients, uploads=received.uploads, own=sent)
         self.server = self.algorithm.server(stage, self.terms, self.server, seen)
         for name, value in state.items():
             self._clients[name][ids] = value
