@@ -4,6 +4,8 @@
 """
 
 from dpkernels.federated.algorithms import (
+    PPSGD,
+    Centaur,
     Centred,
     FedCEO,
     FedFC,
@@ -22,7 +24,9 @@ from dpkernels.federated.received import Message
 from dpkernels.federated.softmax import SoftmaxProblem
 
 __all__ = [
+    "PPSGD",
     "Algorithm",
+    "Centaur",
     "Centred",
     "Cohort",
     "FedCEO",

@@ -174,9 +174,13 @@ class Seen:
 
 
 class Algorithm(ABC):
-    """One federated algorithm. A subclass is a frozen dataclass of its settings."""
+    """One federated algorithm. A subclass is a frozen dataclass of its settings.
+
+    personal: whether every client ends with a model of its own, ``personal_models``.
+    """
 
     name: ClassVar[str]
+    personal: ClassVar[bool] = False
 
     @abstractmethod
     def stages(self, terms: Terms) -> tuple[Stage, ...]:
@@ -225,5 +229,12 @@ class Algorithm(ABC):
         return problem
 
     def model(self, server: Tensors) -> Tensor:
-        """Return the parameters that are evaluated and handed out."""
+        """Return the parameters that are handed out, and evaluated unless models are personal."""
         return server["theta"]
+
+    def personal_models(self, server: Tensors, state: Tensors) -> Tensor:
+        """Return the model of each client whose state is given, ``[k, *shape]``.
+
+        It is for the client alone: made of its records without noise, it is never released.
+        """
+        raise TypeError(f"{self.name}: all clients have one model; take model()")

@@ -29,7 +29,7 @@ from dpkernels.federated.release import Release, calibrate, check_stages
 from dpkernels.ops.noise import NoiseKey, RowKeys, add_gaussian_noise_
 from dpkernels.privacy.accountants import make_accountant
 from dpkernels.privacy.draws import Bits
-from dpkernels.privacy.mechanism import EveryRecord, NotPrivate, Statement
+from dpkernels.privacy.mechanism import EveryRecord, NotPrivate, Statement, WithoutReplacement
 from dpkernels.privacy.private_sampler import PrivateSampler
 from dpkernels.privacy.samplers import ShuffledSampler
 
@@ -122,6 +122,9 @@ class Federation:
                 "Poisson sampling under 'aggregate': it is added to their sum; draw a fixed number "
                 "of clients, or take view 'each_upload'"
             )
+        theta = problem.initial()
+        kept = algorithm.client_start(terms, theta)
+        _check_state(algorithm.name, kept, self.release)
         self.void = algorithm.void(terms)
         self.epsilon_target, self.delta = epsilon, delta
         self.multipliers = calibrate(self.release, self.stages, epsilon, delta, accountant)
@@ -136,11 +139,9 @@ class Federation:
         self._sampler = sampler
         self._cohorts = _endless(sampler) if sampler is not None else None
         self._again: list[int] | None = None  # a cohort of a shuffled epoch that was not released
-        theta = problem.initial()
         self.server: Tensors = algorithm.server_start(terms, theta)
         self._clients: Tensors = {
-            name: value.expand(terms.clients, *value.shape).clone()
-            for name, value in algorithm.client_start(terms, theta).items()
+            name: value.expand(terms.clients, *value.shape).clone() for name, value in kept.items()
         }
         self._prepared = problem
         self._schedule = [stage for stage in self.stages for _ in range(stage.rounds)]
@@ -185,12 +186,22 @@ class Federation:
         return self.algorithm.model(self.server)
 
     def accuracy(self) -> float:
-        """Return accuracy of the model on the public test part."""
+        """Return accuracy of the model on the public test part.
+
+        Where models are personal it is the mean over all clients of their own models' accuracy. It
+        is of private models then: epsilon does not cover it.
+        """
         problem = self._prepared
         if self._position < self.stages[0].rounds:
             # The server's state stands for the problem after the first stage from the beginning.
             problem = self.algorithm.prepared(self.problem, self.server)
-        return problem.accuracy(self.model())
+        if not self.algorithm.personal:
+            return problem.accuracy(self.model())
+        total = 0.0
+        for client in range(self.terms.clients):
+            state = {name: value[client : client + 1] for name, value in self._clients.items()}
+            total += problem.accuracy(self.algorithm.personal_models(self.server, state)[0])
+        return total / self.terms.clients
 
     def statement(self, stage: Stage) -> Statement:
         """Return what one round of ``stage`` tells, all its releases together."""
@@ -412,6 +423,23 @@ def _check_fits(problem: Problem, terms: Terms, sampler: PrivateSampler | None) 
     if sampler is not None and sampler.num_records != terms.clients:
         raise ValueError(
             f"Federation: sampler must draw from {terms.clients} clients, got {sampler.num_records}"
+        )
+
+
+def _check_state(name: str, kept: Tensors, release: Release) -> None:
+    """Raise ValueError where what clients keep would tell who took part, and that must be secret.
+
+    Of a fixed number of clients, one that was in a round is one less place for others. State that
+    remembers a client's rounds moves its later uploads, so these tell of others' rounds, and a
+    draw without replacement does not amplify any more. Under Poisson sampling clients are drawn by
+    themselves: what one remembers tells of nobody else, and its own upload is clipped.
+    """
+    secret = isinstance(release.sampling, WithoutReplacement) and release.terms.unit == "user"
+    if kept and secret and release.terms.view == "aggregate":
+        raise ValueError(
+            f"{name}: its clients keep state that remembers which rounds they were in, and a fixed "
+            "number of clients is amplified as if nobody did; draw clients by Poisson sampling or "
+            "shuffle them, let all take part, or take view 'each_upload'"
         )
 
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from dpkernels.federated import (
+    PPSGD,
     Algorithm,
+    Centaur,
     Centred,
     FedCEO,
     Federation,
@@ -74,13 +76,15 @@ ALGORITHMS: dict[str, Algorithm] = {
         for restart in ("mean", "own", "slot")
     },
     "local-dpsgd": LocalDPSGD(local_steps=3),
+    "ppsgd": PPSGD(local_epochs=1),
+    "centaur": Centaur(local_steps=2, head_steps=2),
 }
 
 
 def serves(algorithm: Algorithm, unit: str) -> bool:
     """Whether the algorithm takes the unit; ``stages`` says so for itself too."""
     inner = getattr(algorithm, "inner", algorithm)
-    if isinstance(inner, UDPFedAvg):
+    if isinstance(inner, UDPFedAvg | PPSGD | Centaur):
         return unit == "user"
     if isinstance(inner, LocalDPSGD):
         return unit == "record"
@@ -128,7 +132,7 @@ def network(counts=COUNTS, **options: Any) -> ModelProblem:
 
 def problem_for(algorithm: Algorithm, counts=COUNTS, **options: Any) -> Problem:
     """Return ``network`` for an algorithm that trains inside clients, else ``problem``."""
-    make = network if isinstance(algorithm, LocalTraining) else problem
+    make = network if isinstance(algorithm, LocalTraining | Centaur) else problem
     return make(counts, **options)
 
 

@@ -79,6 +79,8 @@ SOUND = [
     ("udp-fedavg spectral sum", "user", "aggregate"),
     ("udp-fedavg layer filtered", "user", "each_upload"),
     ("local-dpsgd", "record", "each_upload"),
+    ("ppsgd", "user", "aggregate"),
+    ("centaur", "user", "aggregate"),
 ]
 
 
