@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from dpkernels.federated.problem import Layer
@@ -17,15 +16,19 @@ def fold(layers: Sequence[Layer], uploads: Tensor) -> list[Tensor]:
     Linear ``[out, in]`` becomes ``[in, out, K]``, convolution ``[out, in, kh, kw]`` ``[in kh kw,
     out, K]``, a vector ``[n]`` ``[1, n, K]``. They are views.
     """
-    found = []
-    for layer in layers:
-        size = math.prod(layer.shape)
-        part = uploads[:, layer.begin : layer.begin + size]
-        rows = layer.shape[0] if len(layer.shape) > 1 else size
-        found.append(part.unflatten(1, (rows, size // rows)).permute(2, 1, 0))
-    return found
+    return [_folded(layer, uploads) for layer in layers]
 
 
-def unfold(layers: Sequence[Layer], folded: Sequence[Tensor]) -> Tensor:
-    """Return uploads ``[K, D]`` of tensors ``[d, h, K]``: the inverse of ``fold``."""
-    return torch.cat([part.permute(2, 1, 0).flatten(1) for part in folded], 1)
+def unfold(layers: Sequence[Layer], tensors: Sequence[Tensor], uploads: Tensor) -> Tensor:
+    """Return ``[K, D]`` with ``layers`` from ``tensors``, and all others from ``uploads``."""
+    out = uploads.clone()
+    for layer, tensor in zip(layers, tensors, strict=True):
+        _folded(layer, out).copy_(tensor)
+    return out
+
+
+def _folded(layer: Layer, uploads: Tensor) -> Tensor:
+    size = math.prod(layer.shape)
+    rows = layer.shape[0] if len(layer.shape) > 1 else size
+    part: Tensor = uploads[:, layer.begin : layer.begin + size].unflatten(1, (rows, size // rows))
+    return part.permute(2, 1, 0)

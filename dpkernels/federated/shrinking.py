@@ -83,7 +83,7 @@ def shrunken(kind: Shrink, layers: Sequence[Layer], values: Tensor, variance: fl
     flat = values.flatten()
     if kind == "spectral":
         folded = [spectral(part[:, :, 0], variance)[..., None] for part in fold(layers, flat[None])]
-        return unfold(layers, folded).view_as(values)
+        return unfold(layers, folded, flat[None]).view_as(values)
     found = flat.clone()
     for part in groups(kind, layers, len(flat)):
         found[part] *= james_stein(flat[part], variance)

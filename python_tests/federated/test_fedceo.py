@@ -59,7 +59,7 @@ def slices_of(run, models, t):
     """Return the slices by fold, soft threshold and unfold of models ``[K, D]``."""
     tau = 1.1 ** (t / 2) / (2 * 0.5)
     layers = run.terms.layers
-    return unfold(layers, soft_threshold(fold(layers, models), tau).tensors)
+    return unfold(layers, soft_threshold(fold(layers, models), tau).tensors, models)
 
 
 @pytest.mark.parametrize("restart", ["own", "slot"])

@@ -37,7 +37,9 @@ def test_fold_has_the_shapes_of_the_paper_and_unfold_is_its_inverse():
     weight = uploads[2, :72].view(6, 3, 2, 2)
     assert torch.equal(folded[0][:, :, 2], weight.permute(1, 2, 3, 0).reshape(12, 6))
     assert torch.equal(folded[2][:, :, 1], uploads[1, 78:].view(5, 6).T)
-    assert torch.equal(unfold(LAYERS, folded), uploads)
+    assert torch.equal(unfold(LAYERS, folded, torch.zeros_like(uploads)), uploads)
+    some = unfold(LAYERS[1:2], folded[1:2], torch.zeros_like(uploads))
+    assert torch.equal(some[:, 72:78], uploads[:, 72:78]) and not some[:, :72].any()
 
 
 @pytest.mark.parametrize("variance", [0.0, 0.1, 0.9, 1.1, 5.0])

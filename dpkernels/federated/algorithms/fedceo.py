@@ -153,11 +153,10 @@ class FedCEO(LocalTraining):
         """Return ``models``, ``[K, *shape]``, after fold, soft threshold and unfold."""
         flat = models.flatten(1)
         chosen = last_modules(terms.layers, self.fold_last)
-        begin = chosen[0].begin
         folded = soft_threshold(fold(chosen, flat), tau).tensors
         assert isinstance(folded, list)
-        others = flat[:, :begin].mean(0).expand(len(flat), begin)
-        return torch.cat((others, unfold(chosen, folded)), 1).view_as(models)
+        # What is not folded is averaged; where all is, the means are written over.
+        return unfold(chosen, folded, flat.mean(0).expand_as(flat)).view_as(models)
 
 
 def last_modules(layers: Sequence[Layer], count: int | None) -> tuple[Layer, ...]:
