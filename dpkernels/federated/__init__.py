@@ -3,7 +3,19 @@
 ``contract`` says what an algorithm is, ``loop.Federation`` runs one, ``algorithms`` has them.
 """
 
-from dpkernels.federated.algorithms import Centred, FedFC, FedGD, FedNew, FedSOFIM, Scaffold
+from dpkernels.federated.algorithms import (
+    PPSGD,
+    Centaur,
+    Centred,
+    FedCEO,
+    FedFC,
+    FedGD,
+    FedNew,
+    FedSOFIM,
+    LocalDPSGD,
+    Scaffold,
+    UDPFedAvg,
+)
 from dpkernels.federated.contract import Algorithm, Query, Seen, Stage, Terms, Visit
 from dpkernels.federated.loop import Federation, Round
 from dpkernels.federated.model import ModelProblem
@@ -12,15 +24,19 @@ from dpkernels.federated.received import Message
 from dpkernels.federated.softmax import SoftmaxProblem
 
 __all__ = [
+    "PPSGD",
     "Algorithm",
+    "Centaur",
     "Centred",
     "Cohort",
+    "FedCEO",
     "FedFC",
     "FedGD",
     "FedNew",
     "FedSOFIM",
     "Federation",
     "Layer",
+    "LocalDPSGD",
     "LocalSGD",
     "Message",
     "ModelProblem",
@@ -32,5 +48,6 @@ __all__ = [
     "SoftmaxProblem",
     "Stage",
     "Terms",
+    "UDPFedAvg",
     "Visit",
 ]

@@ -10,15 +10,22 @@ import torch
 from torch import nn
 
 from dpkernels.federated.contract import Terms
-from dpkernels.federated.data import FederatedData, declared_public, holdout, load, of_synthetic
+from dpkernels.federated.data import (
+    TOKENS,
+    FederatedData,
+    declared_public,
+    holdout,
+    load,
+    of_synthetic,
+)
 from dpkernels.federated.loop import Federation
 from dpkernels.federated.model import ModelProblem
+from dpkernels.federated.networks import build as build_network
 from dpkernels.federated.options import Options
 from dpkernels.federated.partitions import Partition
 from dpkernels.federated.problem import Problem
 from dpkernels.federated.sampling import losing, sampler_of
 from dpkernels.federated.softmax import SoftmaxProblem
-from dpkernels.train.models import build as build_model
 
 _LARGEST_DELTA = 1e-5
 
@@ -141,11 +148,9 @@ def _problem(options: Options, data: FederatedData, partition: Partition) -> Pro
         torch.seed()
     else:
         torch.manual_seed(options.seed)
-    return ModelProblem(
-        build_model(options.model, data.shape, data.classes),
-        data.x.unflatten(1, data.shape),
-        data.y,
-        [partition.indices(client) for client in range(partition.clients)],
-        data.x_test.unflatten(1, data.shape),
-        data.y_test,
-    )
+    x, x_test = (part.unflatten(1, data.shape) for part in (data.x, data.x_test))
+    if options.dataset in TOKENS:
+        x, x_test = x.long(), x_test.long()
+    parts = [partition.indices(client) for client in range(partition.clients)]
+    network = build_network(options.model, data)
+    return ModelProblem(network, x, data.y, parts, x_test, data.y_test)

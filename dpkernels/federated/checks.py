@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dpkernels.federated.contract import Terms
+from dpkernels.federated.contract import Tensors, Terms
 from dpkernels.federated.problem import Problem
+from dpkernels.federated.release import Release
+from dpkernels.privacy.mechanism import WithoutReplacement
 from dpkernels.privacy.private_sampler import PrivateSampler
 from dpkernels.privacy.samplers import ShuffledSampler
 
@@ -36,4 +38,21 @@ def check_last_cohort(sampler: PrivateSampler | None, required: int) -> None:
             f"Federation: every cohort must have the {required} clients that 'aggregate' needs, "
             f"but the last of an epoch has {last}; take a cohort size that divides the "
             f"{sampler.num_records} clients, or drop_last=True"
+        )
+
+
+def check_state(name: str, kept: Tensors, release: Release) -> None:
+    """Raise ValueError where what clients keep would tell who took part, and that must be secret.
+
+    Of a fixed number of clients, one that was in a round is one less place for others. State that
+    remembers a client's rounds moves its later uploads, so these tell of others' rounds, and a
+    draw without replacement does not amplify any more. Under Poisson sampling clients are drawn by
+    themselves: what one remembers tells of nobody else, and its own upload is clipped.
+    """
+    secret = isinstance(release.sampling, WithoutReplacement) and release.terms.unit == "user"
+    if kept and secret and release.terms.view == "aggregate":
+        raise ValueError(
+            f"{name}: its clients keep state that remembers which rounds they were in, and a fixed "
+            "number of clients is amplified as if nobody did; draw clients by Poisson sampling or "
+            "shuffle them, let all take part, or take view 'each_upload'"
         )

@@ -12,8 +12,9 @@ needs no files; the other data sets are read from --data-dir or $DPKERNELS_DATA.
 crash, --resume goes on with the same epsilon. The model may be published; the checkpoint holds
 clients' private state. Epsilon does not cover statistics that --public declares public, accuracy on
 records held out by --validation, or the choice of settings. The papers' steps that have no
-guarantee (--rescale xi; --dual uploaded, --control uploaded and several --local-steps at record
-level, under --view aggregate) run only where they are named, and report no epsilon."""
+guarantee (--rescale xi; --dual uploaded, --control uploaded, --restart own or slot, and several
+--local-steps at record level, under --view aggregate) run only where they are named, and report no
+epsilon. Models of ppsgd and centaur are for their clients alone; what is written is common."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is trained").add_argument
     add("--algorithm", help="ours (default), fedgd, fedsofim, fednew, ...: --list names them")
     add("--dataset", help="digits (default), mnist, adult, synthetic, ...: --list names them")
-    add("--model", help="logistic (default), or cnn for images")
+    add("--model", help="logistic, or a network: mlp, cnn, lenet5, lstm, softmax; by algorithm")
     add("--clients", type=int, help="how many there are (digits, synthetic 100; others 500)")
     add("--partition", help="iid (default), dirichlet:0.1, classes:2, shards:2, natural")
     add("--partition-seed", type=int, help="of the partition; whose records are whose (0)")
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("privacy").add_argument
     add("--epsilon", type=_epsilon, help="the budget (default 1), or none for no noise")
     add("--delta", type=float, help="less than 1 / number of units (1e-5 or less)")
-    add("--level", help="whom epsilon protects: record (default), or user: a whole client")
+    add("--level", help="whom epsilon protects: record, or user: a whole client; by algorithm")
     add("--view", help="what the server sees: aggregate (default), or each_upload")
     add("--adjacency", help="add-remove or replace-one; by default what level and view allow")
     add("--accountant", help="pld (default), gaussian or rdp")
@@ -64,9 +65,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--feature-clip", type=float, help="norm of fedfc's features")
     add("--gamma", type=float, help="damping of fedfc")
     add("--covariance-share", type=float, help="of the budget, for fedfc's covariance")
-    add("--local-lr", type=float, help="learning rate of scaffold's local steps")
-    add("--local-steps", type=int, help="of scaffold in a round")
+    add("--local-lr", type=float, help="learning rate inside a client")
+    add("--local-steps", type=int, help="of scaffold, local-dpsgd, centaur; fedceo, record level")
+    add("--local-epochs", type=int, help="over a client's records in a round, user level")
+    add("--local-batch", type=int, help="records in a batch of these")
     add("--control", help="none, clean, or uploaded: what scaffold's variates are made of")
+    add("--decay", type=float, help="factor of udp-fedavg's rate from round to round")
+    add("--shrink", help="none, scalar, layer or spectral: take known noise out of udp-fedavg")
+    add("--shrunk", help="sum, update or filtered: what it is taken out of")
+    add("--restart", help="mean; own or slot: which slice of fedceo a client starts from")
+    add("--lam", type=float, help="of fedceo: threshold theta^(t/interval) / (2 lam); inf for 0")
+    add("--theta", type=float, help="growth of fedceo's threshold")
+    add("--interval", type=int, help="rounds between two folds of fedceo")
+    add("--fold-last", type=int, help="fold the last so many modules only")
+    add("--personal-lr", type=float, help="learning rate of the part that clients keep")
+    add("--head-steps", type=int, help="of centaur's head in a round")
     add = parser.add_argument_group("files").add_argument
     add("--validation", type=int, help="leave so many records out, and measure accuracy on them")
     add("--evaluate-every", type=int, help="rounds between two measurements (rounds / 14)")
@@ -134,7 +147,8 @@ def _listing() -> str:
     ]
     width = max(map(len, ALGORITHMS))
     for name, known in ALGORITHMS.items():
-        models = "; logistic or cnn" if known.models else ""
-        lines.append(f"  {name.ljust(width)}  {known.about}{models}")
+        models = "networks" if known.network else "logistic or networks"
+        takes = f"; {models}" if known.models else ""
+        lines.append(f"  {name.ljust(width)}  {known.about}{takes}; {' or '.join(known.units)}")
         lines.append(f"  {' ' * width}    settings: {', '.join(known.settings)}")
     return "\n".join(lines)

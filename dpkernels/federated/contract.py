@@ -17,12 +17,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NoReturn, get_args
 
 from torch import Tensor
 
-from dpkernels.federated.problem import Cohort, Problem
+from dpkernels.federated.problem import Cohort, Layer, Problem
 from dpkernels.privacy.mechanism import Adjacency, View
 
 Unit = Literal["record", "user"]
@@ -48,6 +48,10 @@ class Terms:
         public, a user less is a client that uploads noise alone.
     sampled: whether the clients of a round are drawn at random; else all take part.
     records_sampled: whether the records of a round are, inside each client.
+    cohort: how many clients a round has, on average if that is left to chance.
+    layers: the model's parameters, as ``Problem.layers`` has them.
+
+    ``Federation`` fills in the last four from its sampler and its problem.
     """
 
     clients: int
@@ -59,6 +63,8 @@ class Terms:
     adjacency: Adjacency
     sampled: bool = False
     records_sampled: bool = False
+    cohort: float = 0.0
+    layers: tuple[Layer, ...] = ()
 
     def __post_init__(self) -> None:
         for name, kind in (("unit", Unit), ("view", View), ("adjacency", Adjacency)):
@@ -153,19 +159,28 @@ class Seen:
     """What the server sees of a round.
 
     mean: ``[*shape]``, the sum of what arrived, divided by the public number of clients.
+    std: the standard deviation of the noise in every element of ``mean``, which is public; None
+        where uploads are made of noisy releases and are none themselves (``Stage.uploaded``).
     clients, uploads: who sent what, int64 ``[k]`` and ``[k, *shape]``. None under ``aggregate``:
         only the sum is opened (but for an algorithm that is ``void`` there, and says so).
+    own: what ``sent_to`` had for each of ``clients``, rows ``[k, ...]``.
     """
 
     mean: Tensor
+    std: float | None = None
     clients: Tensor | None = None
     uploads: Tensor | None = None
+    own: Tensors = field(default_factory=dict)
 
 
 class Algorithm(ABC):
-    """One federated algorithm. A subclass is a frozen dataclass of its settings."""
+    """One federated algorithm. A subclass is a frozen dataclass of its settings.
+
+    personal: whether every client ends with a model of its own, ``personal_models``.
+    """
 
     name: ClassVar[str]
+    personal: ClassVar[bool] = False
 
     @abstractmethod
     def stages(self, terms: Terms) -> tuple[Stage, ...]:
@@ -177,6 +192,10 @@ class Algorithm(ABC):
     def void(self, terms: Terms) -> str | None:
         """Return why there is no guarantee under ``terms`` in spite of the noise, if so."""
         return None
+
+    def reads_uploads(self) -> bool:
+        """Return whether ``server`` takes single uploads, and not their mean alone."""
+        return False
 
     @abstractmethod
     def server_start(self, terms: Terms, theta: Tensor) -> Tensors:
@@ -210,5 +229,12 @@ class Algorithm(ABC):
         return problem
 
     def model(self, server: Tensors) -> Tensor:
-        """Return the parameters that are evaluated and handed out."""
+        """Return the parameters that are handed out, and evaluated unless models are personal."""
         return server["theta"]
+
+    def personal_models(self, server: Tensors, state: Tensors) -> Tensor:
+        """Return the model of each client whose state is given, ``[k, *shape]``.
+
+        It is for the client alone: made of its records without noise, it is never released.
+        """
+        raise TypeError(f"{self.name}: all clients have one model; take model()")

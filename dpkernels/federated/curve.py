@@ -23,8 +23,8 @@ def draw(rows: Sequence[Evaluated], options: Options, file: Path) -> None:
     rounds = [row.round for row in rows]
     accuracies = [100 * row.accuracy for row in rows]
     axes.plot(rounds, accuracies, "-o", color=_ACCURACY, lw=1.8, ms=3.5)
-    held_out = "" if options.validation is None else " on held-out records (not private)"
-    axes.set_ylabel(f"accuracy{held_out}, %", color=_ACCURACY)
+    private = " (not private)" if options.accuracy_is_private else ""
+    axes.set_ylabel(f"accuracy{options.measured}{private}, %", color=_ACCURACY)
     axes.set_xlabel("rounds")
     axes.set_xlim(0, 1.02 * max(rounds))
     axes.set_ylim(0, 100)

@@ -36,7 +36,8 @@ _ROWS = 4096  # of float64 at a time, so that a covariance needs no second copy 
 class FederatedData:
     """One data set, flat, before it is parted among clients.
 
-    x, x_test: ``[N, d]`` and ``[M, d]`` float32. y, y_test: ``[N]`` and ``[M]`` int64.
+    x, x_test: ``[N, d]`` and ``[M, d]`` float32; tokens are whole numbers.
+    y, y_test: ``[N]`` and ``[M]`` int64.
     shape: of one input before it was flattened: ``[C, H, W]`` of images, ``[d]`` of vectors.
     note: what a reader of results should know.
     natural: the partition that the data comes with, as synthetic data does; None for none.
@@ -176,7 +177,15 @@ def of_synthetic(
     return FederatedData("synthetic", *parts, 10, (60,), note, drawn.partition)
 
 
+def _imdb(data_dir: str | None) -> FederatedData:
+    data = centrally.load("imdb", data_dir, tokens=True)
+    parts = (data.train.x.float(), data.train.y, data.test.x.float(), data.test.y)
+    return FederatedData("imdb", *parts, data.classes, data.shape, data.note)
+
+
 Loader = Callable[[str | None], FederatedData]
+# Data sets of tokens: for models that take these.
+TOKENS = frozenset({"imdb"})
 
 DATASETS: dict[str, Loader] = {
     **{name: _central(name) for name in ("digits", "mnist", "fashion", "cifar10", "adult")},
@@ -185,6 +194,7 @@ DATASETS: dict[str, Loader] = {
     "cifar10-features": _features("cifar10-features", "cifar10-resnet20.npz"),
     "fashion-features": _features("fashion-features", "fashion-mnist-resnet20.npz"),
     "synthetic": lambda data_dir: of_synthetic(),
+    "imdb": _imdb,
 }
 
 

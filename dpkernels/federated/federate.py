@@ -144,9 +144,8 @@ def _figures(built: Built, rows: list[Evaluated], done: Round) -> dict[str, Any]
     if spent is not None and budget is not None:
         # Noise is calibrated for all rounds: what such a value has beyond the budget is not spent.
         spent = min(spent, budget)
-    held_out = built.options.validation is not None
     return {
-        "accuracy (not private)" if held_out else "accuracy": (
+        "accuracy (not private)" if built.options.accuracy_is_private else "accuracy": (
             f"{rows[-1].accuracy:.1%}" if rows else "-"
         ),
         "epsilon": "none" if spent is None else f"{spent:.3f}",

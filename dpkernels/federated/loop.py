@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpkernels.federated.checks import check_fits, check_last_cohort
+from dpkernels.federated.checks import check_fits, check_last_cohort, check_state
 from dpkernels.federated.client_noise import ClientNoise
 from dpkernels.federated.contract import Algorithm, Seen, Stage, Tensors, Terms, Visit
 from dpkernels.federated.journal import Journal
@@ -106,6 +106,8 @@ class Federation:
             records=terms.records * record_rate,
             sampled=sampler is not None,
             records_sampled=record_rate < 1,
+            cohort=float(cohort),
+            layers=problem.layers,
         )
         self.algorithm, self.problem, self.terms = algorithm, problem, terms
         self.release = Release(terms, sampling, cohort, max_dropouts, record_rate)
@@ -118,6 +120,15 @@ class Federation:
                 "with Poisson sampling under 'aggregate' the noise is added to the sum of uploads; "
                 "draw a fixed number of clients, or take view 'each_upload'"
             )
+        if self.release.central and algorithm.reads_uploads():
+            raise ValueError(
+                f"{algorithm.name}: its server takes single uploads, which have no noise with "
+                "Poisson sampling under 'aggregate': it is added to their sum; draw a fixed number "
+                "of clients, or take view 'each_upload'"
+            )
+        theta = problem.initial()
+        kept = algorithm.client_start(terms, theta)
+        check_state(algorithm.name, kept, self.release)
         self.void = algorithm.void(terms)
         self.epsilon_target, self.delta = epsilon, delta
         self.multipliers = calibrate(self.release, self.stages, epsilon, delta, accountant)
@@ -132,11 +143,9 @@ class Federation:
         self._sampler = sampler
         self._cohorts = _endless(sampler) if sampler is not None else None
         self._again: list[int] | None = None  # a cohort of a shuffled epoch that was not released
-        theta = problem.initial()
         self.server: Tensors = algorithm.server_start(terms, theta)
         self._clients: Tensors = {
-            name: value.expand(terms.clients, *value.shape).clone()
-            for name, value in algorithm.client_start(terms, theta).items()
+            name: value.expand(terms.clients, *value.shape).clone() for name, value in kept.items()
         }
         self._prepared = problem
         self._schedule = [stage for stage in self.stages for _ in range(stage.rounds)]
@@ -182,12 +191,22 @@ class Federation:
         return self.algorithm.model(self.server)
 
     def accuracy(self) -> float:
-        """Return accuracy of the model on the public test part."""
+        """Return accuracy of the model on the public test part.
+
+        Where models are personal it is the mean over all clients of their own models' accuracy. It
+        is of private models then: epsilon does not cover it.
+        """
         problem = self._prepared
         if self._position < self.stages[0].rounds:
             # The server's state stands for the problem after the first stage from the beginning.
             problem = self.algorithm.prepared(self.problem, self.server)
-        return problem.accuracy(self.model())
+        if not self.algorithm.personal:
+            return problem.accuracy(self.model())
+        total = 0.0
+        for client in range(self.terms.clients):
+            state = {name: value[client : client + 1] for name, value in self._clients.items()}
+            total += problem.accuracy(self.algorithm.personal_models(self.server, state)[0])
+        return total / self.terms.clients
 
     def statement(self, stage: Stage) -> Statement:
         """Return what one round of ``stage`` tells, all its releases together."""
@@ -216,7 +235,7 @@ class Federation:
         received = self._received(ids, uploads)
         released = len(received.clients) >= self.release.required
         if released:
-            self._open(stage, ids, received, state)
+            self._open(stage, ids, received, state, own)
         up = _bytes(received.uploads)
         common = {name: value for name, value in sent.items() if name not in own}
         down = len(ids) * sum(map(_bytes, common.values())) + sum(map(_bytes, own.values()))
@@ -294,17 +313,24 @@ class Federation:
         shape = tuple(uploads.shape[1:])
         return collect(messages, ids, self.rounds_begun, shape, uploads.dtype)
 
-    def _open(self, stage: Stage, ids: Tensor, received: Received, state: Tensors) -> None:
+    def _open(
+        self, stage: Stage, ids: Tensor, received: Received, state: Tensors, own: Tensors
+    ) -> None:
         """Account for the sum, open it, and let the server and the clients go on from it."""
         if self.terms.view == "aggregate":
             self._account(stage)
-        total = received.total()
+        total, multiplier = received.total(), self.multipliers[stage.name]
         if self.release.central:
-            std = self.release.sum_std(stage, self.multipliers[stage.name])
+            std = self.release.sum_std(stage, multiplier)
             add_gaussian_noise_(total, std, self._central_key)
-        seen = Seen(total / self.release.cohort)
-        if self.terms.view == "each_upload" or self.void is not None:
-            seen = replace(seen, clients=received.clients, uploads=received.uploads)
+        clients = received.clients
+        std_of_mean = self.release.mean_std(stage, multiplier, len(clients))
+        seen = Seen(total / self.release.cohort, std_of_mean)
+        void = self.void is not None and not self.release.central
+        if self.terms.view == "each_upload" or void:
+            rows = torch.searchsorted(ids, clients)
+            sent = {name: value[rows] for name, value in own.items()}
+            seen = replace(seen, clients=clients, uploads=received.uploads, own=sent)
         self.server = self.algorithm.server(stage, self.terms, self.server, seen)
         for name, value in state.items():
             self._clients[name][ids] = value

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from dpkernels.federated.contract import Unit
-from dpkernels.federated.data import DATASETS, Statistic
+from dpkernels.federated.data import DATASETS, TOKENS, Statistic
+from dpkernels.federated.networks import NETWORKS, check_inputs
 from dpkernels.federated.partitions import parse
 from dpkernels.federated.sampling import default_adjacency, sampler_of
 from dpkernels.federated.settings import (
@@ -25,7 +26,7 @@ from dpkernels.privacy.mechanism import EveryRecord, Poisson, View, gaussian_ste
 from dpkernels.train import kept_options
 from dpkernels.train.kept_options import check_known, check_whole
 
-MODELS = ("logistic", "cnn")
+MODELS = ("logistic", *NETWORKS)
 NO_NOISE: Literal["none"] = "none"
 
 
@@ -96,6 +97,18 @@ class Options:
     local_lr: float | None = None
     local_steps: int | None = None
     control: str | None = None
+    local_epochs: int | None = None
+    local_batch: int | None = None
+    decay: float | None = None
+    shrink: str | None = None
+    shrunk: str | None = None
+    restart: str | None = None
+    lam: float | None = None
+    theta: float | None = None
+    interval: int | None = None
+    fold_last: int | None = None
+    personal_lr: float | None = None
+    head_steps: int | None = None
     evaluate_every: int = 5
     checkpoint_every: int = 1
     validation: int | None = None
@@ -123,6 +136,17 @@ class Options:
         """The algorithm that is named."""
         return ALGORITHMS[self.algorithm]
 
+    @property
+    def accuracy_is_private(self) -> bool:
+        """Whether accuracy is of records or models that epsilon does not cover."""
+        return self.validation is not None or self.known.kind.personal
+
+    @property
+    def measured(self) -> str:
+        """What accuracy is of, where that is not the released model on the public test part."""
+        held_out = "" if self.validation is None else " on held-out records"
+        return f"{' of personal models' if self.known.kind.personal else ''}{held_out}"
+
 
 # Clients come to hold 14 records of digits, 65 of adult, 120 of MNIST. Not tuned.
 _CLIENTS_OF_FILES = 500
@@ -136,11 +160,11 @@ def filled_in(given: Mapping[str, Any]) -> Options:
     """
     chosen = {name: value for name, value in given.items() if value is not None}
     dataset, name = chosen.get("dataset", "digits"), chosen.get("algorithm", "ours")
-    model = chosen.get("model", "logistic")
     check_known("dataset", dataset, DATASETS)
     check_known("algorithm", name, ALGORITHMS)
-    check_known("model", model, MODELS)
     known = ALGORITHMS[name]
+    model = chosen.get("model", _default_model(dataset, known))
+    check_known("model", model, MODELS)
     centre = known.centred or chosen.get("centre", False)
     if model != "logistic" and (not known.models or centre):
         takers = ", ".join(each for each, x in ALGORITHMS.items() if x.models)
@@ -148,8 +172,9 @@ def filled_in(given: Mapping[str, Any]) -> Options:
             f"model: {name}{' with --centre' if centre and not known.centred else ''} is for "
             f"softmax regression, got {model}; take --algorithm {takers}, without --centre"
         )
-    _check_taken(chosen, known, name, centre)
+    _check_taken(chosen | {"model": model}, known, name, centre)
     base: dict[str, Any] = {"dataset": dataset, "algorithm": name, "model": model}
+    base["level"] = known.units[0]
     if dataset == "synthetic":
         base["partition"] = "natural"
     elif dataset != "digits":
@@ -180,6 +205,12 @@ def filled_in(given: Mapping[str, Any]) -> Options:
     return options
 
 
+def _default_model(dataset: str, known: Known) -> str:
+    if dataset in TOKENS:
+        return "lstm"
+    return "mlp" if known.network else "logistic"
+
+
 def _check_taken(chosen: Mapping[str, Any], known: Known, name: str, centre: bool) -> None:
     """Raise ValueError for options that the algorithm, or the model, does not take."""
     for setting in SETTINGS:
@@ -195,12 +226,12 @@ def _check_taken(chosen: Mapping[str, Any], known: Known, name: str, centre: boo
                 f"{setting}: features are not centred, got {chosen[setting]!r}; leave "
                 f"{_flag(setting)} out, or take --centre"
             )
-    if chosen.get("model") == "cnn":
+    if chosen["model"] != "logistic":
         for setting in ("bias", "public"):
             if setting in chosen:
                 raise ValueError(
                     f"{setting}: it is of features for softmax regression, got "
-                    f"{chosen[setting]!r} for cnn; leave {_flag(setting)} out"
+                    f"{chosen[setting]!r} for {chosen['model']}; leave {_flag(setting)} out"
                 )
 
 
@@ -218,6 +249,12 @@ def _check(options: Options) -> None:
     check_known("algorithm", options.algorithm, ALGORITHMS)
     check_known("dataset", options.dataset, DATASETS)
     check_known("model", options.model, MODELS)
+    check_inputs(options.dataset, options.model)
+    if options.known.network and options.model == "logistic":
+        raise ValueError(
+            f"model: clients of {options.algorithm} train a network, got logistic; take --model "
+            "softmax for softmax regression as one, or mlp"
+        )
     _check_numbers(options)
     _check_adjacency(options)
     options.known.make(asdict(options), centre=options.centre)
@@ -225,6 +262,11 @@ def _check(options: Options) -> None:
 
 def _check_numbers(options: Options) -> None:
     check_known("level", options.level, get_args(Unit))
+    if options.level not in options.known.units:
+        raise ValueError(
+            f"level: {options.algorithm} protects {options.known.units[0]}s, got {options.level}; "
+            f"take --level {options.known.units[0]}, or another --algorithm"
+        )
     check_known("view", options.view, get_args(View))
     check_known("accountant", options.accountant, ACCOUNTANTS)
     whole = ("clients", "rounds", "evaluate_every", "checkpoint_every", "validation")

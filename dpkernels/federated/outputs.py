@@ -62,7 +62,7 @@ def write_metrics(output: Path, options: Options, rows: Sequence[Evaluated]) -> 
     text = io.StringIO()
     names = [field.name for field in dataclasses.fields(Evaluated)]
     writer = csv.DictWriter(text, names, lineterminator="\n")
-    private = [] if options.validation is None else ["accuracy"]
+    private = ["accuracy"] if options.accuracy_is_private else []
     if options.participation_is_secret:
         private += ["clients", "arrived", "bytes_up", "bytes_down"]
     writer.writerow({name: name for name in names} | {n: f"{n}_not_private" for n in private})
@@ -153,7 +153,9 @@ class Outcome:
     def not_covered(self) -> str:
         """Return what epsilon does not cover of all that is written, in a sentence."""
         options = self.built.options
-        parts = [] if options.validation is None else ["accuracy on held-out records"]
+        parts = [f"accuracy{options.measured}"] if options.accuracy_is_private else []
+        if options.known.kind.personal:
+            parts.append("personal models, which are for their clients alone")
         if options.participation_is_secret:
             parts.append("how many clients took part (bytes, faults, metrics.csv)")
         if options.public is not None:
@@ -164,10 +166,9 @@ class Outcome:
     def summary(self) -> str:
         """Return a few lines for people."""
         options, federation = self.built.options, self.built.federation
-        on = "" if options.validation is None else " on held-out records"
         return (
             f"{options.algorithm} on {options.dataset}, {options.model}, {options.clients} clients "
-            f"({options.partition}): accuracy {self.accuracy:.2%}{on}\n"
+            f"({options.partition}): accuracy {self.accuracy:.2%}{options.measured}\n"
             f"{self.guarantee()}\n"
             f"{federation.rounds_released} rounds, {federation.bytes_up / 1e6:,.1f} MB up, "
             f"{federation.bytes_down / 1e6:,.1f} MB down, {federation.seconds:.1f} s\n"

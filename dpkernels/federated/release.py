@@ -73,6 +73,18 @@ class Release:
         shares = self.required if self.terms.view == "aggregate" else 1
         return self.sum_std(stage, multiplier) / math.sqrt(shares)
 
+    def mean_std(self, stage: Stage, multiplier: float, arrived: int) -> float | None:
+        """Return the noise in every element of the mean of ``arrived`` uploads over ``cohort``.
+
+        None where uploads are made of releases. Where noise is added to the sum it does not depend
+        on how many arrived, which is secret there.
+        """
+        if not stage.uploaded:
+            return None
+        if self.central:
+            return self.sum_std(stage, multiplier) / self.cohort
+        return self.client_std(stage, multiplier) * math.sqrt(arrived) / self.cohort
+
     def redraws(self, stage: Stage) -> bool:
         """Return whether every release of a round draws its records anew."""
         return stage.redrawn and self.terms.unit == "record" and self.record_rate < 1

@@ -10,8 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpkernels.federated.algorithms import Centred, FedFC, FedGD, FedNew, FedSOFIM, Scaffold
-from dpkernels.federated.contract import Algorithm
+from dpkernels.federated.algorithms import (
+    PPSGD,
+    Centaur,
+    Centred,
+    FedCEO,
+    FedFC,
+    FedGD,
+    FedNew,
+    FedSOFIM,
+    LocalDPSGD,
+    Scaffold,
+    UDPFedAvg,
+)
+from dpkernels.federated.contract import Algorithm, Unit
 
 # Options of ``Centred``, and what it calls them.
 _CENTRING = {"centre_share": "share", "centre_clip": "feature_clip", "bias": "bias"}
@@ -24,6 +36,8 @@ class Known:
     kind: whose fields are its settings. fixed: those that the name decides.
     centred: whether the features are centred by a mean that is released, whatever options say.
     models: beside softmax regression, whether others can be trained.
+    network: whether only a network can be, because clients train it by themselves.
+    units: whom it can protect, its default first.
     """
 
     about: str
@@ -32,6 +46,8 @@ class Known:
     centred: bool = False
     models: bool = False
     without: frozenset[str] = frozenset()
+    network: bool = False
+    units: tuple[Unit, ...] = ("record", "user")
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -78,6 +94,40 @@ ALGORITHMS: dict[str, Known] = {
     "scaffold": Known(
         "local steps, with control variates where they are sound", Scaffold, {}, False, True
     ),
+    "udp-fedavg": Known(
+        "averages of clipped local training; shrunk by the known noise if asked for",
+        UDPFedAvg,
+        models=True,
+        network=True,
+        units=("user",),
+    ),
+    "fedceo": Known(
+        "udp-fedavg with a low-rank step every few rounds; record level: of local-dpsgd",
+        FedCEO,
+        models=True,
+        network=True,
+        units=("user", "record"),
+    ),
+    "local-dpsgd": Known(
+        "averages of models that clients train by DP-SGD",
+        LocalDPSGD,
+        models=True,
+        units=("record",),
+    ),
+    "ppsgd": Known(
+        "a model for each client: the common one plus a part of its own",
+        PPSGD,
+        models=True,
+        network=True,
+        units=("user",),
+    ),
+    "centaur": Known(
+        "a common representation, and a head for each client",
+        Centaur,
+        models=True,
+        network=True,
+        units=("user",),
+    ),
 }
 # Every option that only some algorithms take.
 SETTINGS: tuple[str, ...] = tuple(
@@ -115,10 +165,11 @@ def default_settings(
     """
     defaults = ALGORITHMS[name].defaults() | _NAMED.get(name, {})
     if dataset == "digits" and model == "logistic":
-        defaults |= _OF_DIGITS[name]
+        defaults |= _OF_DIGITS.get(name, {})
+    secret_steps = unit == "record" and view == "aggregate"
+    if secret_steps and "local_steps" in defaults:
+        defaults["local_steps"] = 1
     if name == "scaffold":
-        secret_steps = unit == "record" and view == "aggregate"
-        defaults["local_steps"] = 1 if secret_steps else defaults["local_steps"]
         defaults["control"] = "uploaded" if view == "each_upload" else "clean"
         if sampled or secret_steps:
             defaults["control"] = "none"

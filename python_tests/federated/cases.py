@@ -7,21 +7,29 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpkernels.federated import (
+    PPSGD,
     Algorithm,
+    Centaur,
     Centred,
+    FedCEO,
     Federation,
     FedFC,
     FedGD,
     FedNew,
     FedSOFIM,
+    LocalDPSGD,
+    ModelProblem,
+    Problem,
     Scaffold,
     SoftmaxProblem,
     Terms,
+    UDPFedAvg,
     Visit,
 )
+from dpkernels.federated.algorithms.local_training import LocalTraining
 from dpkernels.ops.glm import Records
 from dpkernels.privacy.samplers import FixedSizeSampler, PoissonSampler, ShuffledSampler
 
@@ -53,12 +61,33 @@ ALGORITHMS: dict[str, Algorithm] = {
         for hessian in ("exact", "covariance", "none")
     },
     "fednew xi": FedNew(rescale="xi", hessian="exact"),
+    "udp-fedavg": UDPFedAvg(local_batch=4),
+    "udp-fedavg controls": UDPFedAvg(momentum=0.5, decay=0.9, average=0.5),
+    **{
+        f"udp-fedavg {shrink} {shrunk}": UDPFedAvg(
+            lr=1.0, clip=5.0, shrink=shrink, shrunk=shrunk, local_epochs=1
+        )
+        for shrink in ("scalar", "layer", "spectral")
+        for shrunk in ("sum", "update", "filtered")
+        if (shrink, shrunk) != ("spectral", "filtered")
+    },
+    **{
+        f"fedceo {restart}": FedCEO(restart=restart, interval=2, local_epochs=1, local_steps=2)
+        for restart in ("mean", "own", "slot")
+    },
+    "local-dpsgd": LocalDPSGD(local_steps=3),
+    "ppsgd": PPSGD(local_epochs=1),
+    "centaur": Centaur(local_steps=2, head_steps=2),
 }
 
 
 def serves(algorithm: Algorithm, unit: str) -> bool:
     """Whether the algorithm takes the unit; ``stages`` says so for itself too."""
     inner = getattr(algorithm, "inner", algorithm)
+    if isinstance(inner, UDPFedAvg | PPSGD | Centaur):
+        return unit == "user"
+    if isinstance(inner, LocalDPSGD):
+        return unit == "record"
     if isinstance(inner, Scaffold) and inner.control == "clean":
         return unit == "user"
     return unit == "record" or getattr(inner, "radius", None) is None
@@ -89,9 +118,33 @@ def problem(counts=COUNTS, **options: Any) -> SoftmaxProblem:
     return SoftmaxProblem(held, test.x, test.labels, classes=CLASSES)
 
 
+def network(counts=COUNTS, **options: Any) -> ModelProblem:
+    """Return a network of two layers on ``records``, with biases, tested on eight more."""
+    held, test = records(counts, **options), records((8,), seed=99)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = nn.Linear(FEATURES, 5), nn.ReLU(), nn.Linear(5, CLASSES)
+    model = nn.Sequential(*layers).to(held.x.dtype)
+    parts = [torch.arange(begin, end) for begin, end in held.spans.tolist()]
+    test_x = test.x.to(held.x.dtype)
+    return ModelProblem(model, held.x, held.labels, parts, test_x, test.labels)
+
+
+def problem_for(algorithm: Algorithm, counts=COUNTS, **options: Any) -> Problem:
+    """Return ``network`` for an algorithm that trains inside clients, else ``problem``."""
+    make = network if isinstance(algorithm, LocalTraining | Centaur) else problem
+    return make(counts, **options)
+
+
+def features(held: Any) -> Tensor:
+    """Return the features of all records, ``[N, d]``, to be changed in place."""
+    return held.records.x if isinstance(held, SoftmaxProblem) else held._x
+
+
 def terms(held: Any, unit="record", view="aggregate", **changes: Any) -> Terms:
     """Return terms for ``held``: three rounds, |D| = 8, replace-one."""
-    options = {"records": 8.0, "rounds": 3, "adjacency": "replace-one"} | changes
+    options: dict[str, Any] = {"records": 8.0, "rounds": 3, "adjacency": "replace-one"}
+    options |= {"layers": held.layers} | changes
     return Terms(held.clients, shape=held.shape, unit=unit, view=view, **options)
 
 
@@ -162,11 +215,18 @@ def upload_of(
     return torch.stack(released, 1), after
 
 
-def split(held: Records) -> list[Records]:
-    """Return every client's records, each in a table of its own."""
-    tables = []
-    for begin, end in held.spans.tolist():
-        tables.append(Records.ragged(held.x[begin:end], held.labels[begin:end], [0, end - begin]))
+def split(held: Any) -> list[Problem]:
+    """Return every client's problem, each with a table of its own."""
+    if isinstance(held, ModelProblem):
+        tests = held._x_test, held._y_test
+        return [
+            ModelProblem(held.model, held._x[p], held._y[p], [torch.arange(len(p))], *tests)
+            for p in held._parts
+        ]
+    tables, whole = [], held.records
+    for begin, end in whole.spans.tolist():
+        own = Records.ragged(whole.x[begin:end], whole.labels[begin:end], [0, end - begin])
+        tables.append(SoftmaxProblem(own, held.x_test, held.y_test, classes=CLASSES))
     return tables
 
 

@@ -55,6 +55,9 @@ def moves(algorithm: Algorithm, told: Terms, found: Candidates, stage: int = 0) 
     apart: list[Tensor] = []
     script = torch.Generator().manual_seed(7)
 
+    def seeds() -> Tensor:
+        return torch.zeros(held.clients, dtype=torch.int64)
+
     def scripted(values: Tensor) -> Tensor:
         pairs = values.double().reshape(-1, 2, values[0].numel())
         apart.append((pairs[:, 0] - pairs[:, 1]).norm(dim=1))
@@ -63,7 +66,8 @@ def moves(algorithm: Algorithm, told: Terms, found: Candidates, stage: int = 0) 
 
     for index in range(len(next(iter(found.sent.values())))):
         sent = {name: value[index] for name, value in found.sent.items()}
-        _, state = algorithm.client(Visit(which, told, held, cohort, state, sent, scripted))
+        visit = Visit(which, told, held, cohort, state, sent, scripted, lambda: cohort, seeds)
+        _, state = algorithm.client(visit)
     return torch.stack(apart, 1)
 
 

@@ -18,6 +18,7 @@ from python_tests.federated.cases import (
     federation,
     finish,
     problem,
+    problem_for,
     quietly,
     sampler,
     terms,
@@ -29,7 +30,7 @@ TARGET, DELTA = 5.0, 1e-3
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize(("name", "unit"), SERVED)
 def test_all_rounds_together_keep_to_the_budget_or_have_no_epsilon(name, unit, view):
-    held = problem()
+    held = problem_for(ALGORITHMS[name])
     run = federation(ALGORITHMS[name], held, terms(held, unit, view))
     spent = []
     while not run.finished:
@@ -55,6 +56,11 @@ VOID = [
     ("scaffold uploaded", "user", "aggregate"),
     ("scaffold none", "record", "aggregate"),
     ("centred fednew uploaded", "record", "aggregate"),
+    ("fedceo own", "user", "aggregate"),
+    ("fedceo slot", "user", "aggregate"),
+    ("fedceo own", "record", "aggregate"),
+    ("fedceo mean", "record", "aggregate"),
+    ("local-dpsgd", "record", "aggregate"),
 ]
 SOUND = [
     ("fednew cg uploaded", "record", "each_upload"),
@@ -65,6 +71,16 @@ SOUND = [
     ("scaffold clean", "user", "aggregate"),
     ("scaffold uploaded", "record", "each_upload"),
     ("centred fednew uploaded", "record", "each_upload"),
+    ("fedceo mean", "user", "aggregate"),
+    ("fedceo mean", "record", "each_upload"),
+    ("fedceo own", "user", "each_upload"),
+    ("fedceo slot", "user", "each_upload"),
+    ("fedceo slot", "record", "each_upload"),
+    ("udp-fedavg spectral sum", "user", "aggregate"),
+    ("udp-fedavg layer filtered", "user", "each_upload"),
+    ("local-dpsgd", "record", "each_upload"),
+    ("ppsgd", "user", "aggregate"),
+    ("centaur", "user", "aggregate"),
 ]
 
 

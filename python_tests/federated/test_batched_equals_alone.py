@@ -5,18 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dpkernels.federated import SoftmaxProblem, Visit
+from dpkernels.federated import Visit
 from dpkernels.federated.client_noise import ClientNoise
 from dpkernels.ops.noise import RowKeys
+from dpkernels.privacy.draws import Bits
 from python_tests.federated.cases import (
     ALGORITHMS,
-    CLASSES,
     COUNTS,
     SERVED,
     VIEWS,
     federation,
     finish,
     problem,
+    problem_for,
     quietly,
     sampler,
     split,
@@ -40,7 +41,7 @@ def same(one, other, **tolerance):
 def test_batched_clients_upload_what_they_do_in_turn(name, unit, view):
     seen = {}
     for batched in (True, False):
-        held = problem()
+        held = problem_for(ALGORITHMS[name])
         run = federation(ALGORITHMS[name], held, terms(held, unit, view), batched=batched)
         seen[batched] = watched(run)
         finish(run)
@@ -52,7 +53,8 @@ def test_batched_clients_upload_what_they_do_in_turn(name, unit, view):
 
 @pytest.mark.parametrize(("name", "unit"), SERVED)
 def test_a_client_with_a_table_of_its_own_uploads_what_it_does_among_others(name, unit):
-    algorithm, held = ALGORITHMS[name], problem(dtype=torch.float64)
+    algorithm = ALGORITHMS[name]
+    held = problem_for(algorithm, dtype=torch.float64)
     told = terms(held, unit, "each_upload")
     run = federation(algorithm, held, told)
     stages, servers = run._schedule, []
@@ -61,8 +63,7 @@ def test_a_client_with_a_table_of_its_own_uploads_what_it_does_among_others(name
         servers.append(run.server)
         run.round()
     keys = quietly(RowKeys.from_seed, 1, held.clients)
-    for client, table in enumerate(split(held.records)):
-        alone = SoftmaxProblem(table, held.x_test, held.y_test, classes=CLASSES)
+    for client, alone in enumerate(split(held)):
         cohort_of = torch.arange(1)
         start = algorithm.client_start(run.terms, held.initial())
         state = {key: value[None] for key, value in start.items()}
@@ -73,11 +74,24 @@ def test_a_client_with_a_table_of_its_own_uploads_what_it_does_among_others(name
             key, counter = keys.reserve(torch.tensor([client]), stage.releases)
             std = run.release.client_std(stage, run.multipliers[stage.name])
             noise = ClientNoise(stage, std, key, counter)
-            sent = algorithm.broadcast(stage, servers[index])
+            own = algorithm.sent_to(stage, servers[index], torch.arange(held.clients))
+            sent = algorithm.broadcast(stage, servers[index]) | {
+                key: rows[client : client + 1] for key, rows in own.items()
+            }
             cohort = prepared.cohort(cohort_of)
-            upload, state = algorithm.client(
-                Visit(stage, run.terms, prepared, cohort, state, sent, noise)
+            chance = quietly(Bits, f"1/chance/{index + 1}").take(held.clients, torch.int64)
+            visit = Visit(
+                stage,
+                run.terms,
+                prepared,
+                cohort,
+                state,
+                sent,
+                noise,
+                lambda cohort=cohort: cohort,
+                lambda chance=chance, client=client: chance[client : client + 1],
             )
+            upload, state = algorithm.client(visit)
             # Float64: what is left is 1e-16 of rounding, times what a solve to 1e-4 grows it by.
             wanted = seen[index][1][client]
             torch.testing.assert_close(upload[0], wanted, rtol=1e-9, atol=1e-9)

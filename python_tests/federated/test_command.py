@@ -15,6 +15,7 @@ import torch
 from dpkernels import cli
 from dpkernels.federated import federate as running
 from dpkernels.federated.loop import Federation
+from dpkernels.federated.settings import ALGORITHMS
 from dpkernels.privacy.accountants import make_accountant
 from dpkernels.privacy.mechanism import Statement
 from python_tests.optional_packages import optional_package
@@ -98,6 +99,9 @@ RUNS = [
     ("--algorithm", "fednew", "--dual", "clean", "--level", "user"),
     ("--sampling", "poisson:0.5", "--level", "user"),
     ("--sampling", "shuffled:6", "--record-rate", "0.5"),
+    ("--algorithm", "fedceo", "--restart", "own", "--interval", "2", "--view", "each_upload"),
+    ("--algorithm", "local-dpsgd", "--model", "mlp", "--record-rate", "0.5"),
+    ("--algorithm", "centaur", "--sampling", "poisson:0.5"),
 ]
 
 
@@ -199,6 +203,9 @@ def test_nothing_is_measured_in_public_before_its_checkpoint(tmp_path, monkeypat
         (("--algorithm", "fednew-fc", "--rescale", "xi"), "rescale='xi'"),
         (("--algorithm", "scaffold", "--control", "uploaded"), "control='uploaded'"),
         (("--algorithm", "scaffold", "--local-steps", "3"), "several local steps"),
+        (("--algorithm", "local-dpsgd", "--local-steps", "3"), "several local steps"),
+        (("--algorithm", "fedceo", "--restart", "own"), "restart='own'"),
+        (("--algorithm", "fedceo", "--restart", "slot", "--lam", "inf"), "restart='slot'"),
     ],
     ids=str,
 )
@@ -262,6 +269,29 @@ def test_a_network_is_trained_and_can_be_loaded(tmp_path):
     assert report_in(tmp_path)["privacy"]["epsilon"] <= 8
 
 
+USER_LEVEL = [
+    ("--algorithm", "udp-fedavg", "--shrink", "layer", "--local-epochs", "2"),
+    ("--algorithm", "udp-fedavg", "--momentum", "0.5", "--decay", "0.9", "--model", "softmax"),
+    ("--algorithm", "udp-fedavg", "--shrink", "scalar", "--shrunk", "filtered", "--model", "cnn"),
+    ("--algorithm", "fedceo", "--lam", "5", "--theta", "1.05", "--interval", "3"),
+    ("--algorithm", "fedceo", "--sampling", "poisson:0.5", "--fold-last", "1"),
+    ("--algorithm", "ppsgd", "--personal-lr", "0.05", "--local-batch", "8"),
+    ("--algorithm", "centaur", "--head-steps", "2", "--local-steps", "2"),
+]
+
+
+@pytest.mark.parametrize("arguments", USER_LEVEL, ids=" ".join)
+def test_networks_are_trained_by_their_clients_and_users_protected(tmp_path, capsys, arguments):
+    assert federate(tmp_path, *SMALL, *arguments, "--epsilon", "8") == 0
+    report, said = report_in(tmp_path), capsys.readouterr().out
+    assert 0 < report["privacy"]["epsilon"] <= 8 and "for one user" in said
+    personal = ALGORITHMS[arguments[1]].kind.personal
+    assert ("accuracy of personal models" in report["not_covered"]) is personal
+    columns = (tmp_path / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert ("accuracy_not_private" in columns) is personal
+    assert "state_dict" in model_in(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -298,6 +328,7 @@ def test_a_run_is_neither_overwritten_nor_resumed_with_another_budget(tmp_path, 
 def test_the_list_names_every_algorithm_and_its_settings(capsys):
     assert cli.main(["federate", "--list"]) == 0
     listed = capsys.readouterr().out
-    for name in ("ours", "fedgd", "fedsofim", "fednew", "fednew-fc", "fedfc", "scaffold"):
+    for name in ALGORITHMS:
         assert f"\n  {name} " in listed
+    assert "fold_last" in listed and "lenet5" in listed
     assert "hessian_clip" in listed and "emnist-letters" in listed and "shards" in listed

@@ -12,9 +12,11 @@ from python_tests.federated.cases import (
     ALGORITHMS,
     SERVED,
     VIEWS,
+    features,
     federation,
     finish,
     problem,
+    problem_for,
     quietly,
     sampler,
     terms,
@@ -157,8 +159,8 @@ def test_the_sum_is_divided_by_a_public_number_whoever_answers():
 def test_broken_records_of_a_client_neither_stop_a_round_nor_reach_its_upload(
     name, unit, view, value
 ):
-    held = problem()
-    held.records.x[3] *= value
+    held = problem_for(ALGORITHMS[name])
+    features(held)[3] *= value
     run = federation(ALGORITHMS[name], held, terms(held, unit, view))
     seen = watched(run)
     finish(run)

@@ -15,9 +15,11 @@ from dpkernels.federated.clipping import clip_rows
 from python_tests.federated.cases import (
     ALGORITHMS,
     COUNTS,
+    SERVED,
     federation,
     finish,
     problem,
+    problem_for,
     terms,
     upload_of,
 )
@@ -307,10 +309,9 @@ def test_centred_trains_on_features_less_the_clipped_mean(unit):
     torch.testing.assert_close(finish(run).model(), finish(alone).model(), **EXACT)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_steps_do_not_write_into_the_state_they_are_given(name):
-    problem = held()
-    unit = "user" if name == "scaffold clean" else "record"
+@pytest.mark.parametrize(("name", "unit"), SERVED)
+def test_steps_do_not_write_into_the_state_they_are_given(name, unit):
+    problem = problem_for(ALGORITHMS[name])
     run = federation(ALGORITHMS[name], problem, terms(problem, unit, "each_upload"))
     while not run.finished:
         server, clients = run.server, dict(run._clients)

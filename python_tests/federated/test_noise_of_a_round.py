@@ -8,13 +8,22 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from dpkernels.federated import FedGD, FedNew, FedSOFIM, Message, Scaffold, SoftmaxProblem
+from dpkernels.federated import (
+    FedGD,
+    FedNew,
+    FedSOFIM,
+    Message,
+    ModelProblem,
+    Scaffold,
+    SoftmaxProblem,
+)
 from dpkernels.ops.glm import Records
 from python_tests.federated.cases import (
     ALGORITHMS,
     SERVED,
     federation,
     finish,
+    problem_for,
     sampler,
     terms,
     watched,
@@ -99,8 +108,10 @@ def test_the_mean_gradient_of_fedsofim_has_the_variance_of_the_paper():
 @pytest.mark.parametrize(("name", "unit"), SERVED)
 @pytest.mark.parametrize("view", ["aggregate", "each_upload"])
 def test_every_release_of_every_algorithm_gets_its_noise_once(name, unit, view):
-    algorithm, width = ALGORITHMS[name], 40
-    held = empty(width=width)
+    algorithm = ALGORITHMS[name]
+    held = problem_for(algorithm, (0,) * CLIENTS)
+    if not isinstance(held, ModelProblem):
+        held = empty(width=40)
     run = federation(algorithm, held, terms(held, unit, view))
     seen = []
 

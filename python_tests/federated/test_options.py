@@ -15,11 +15,14 @@ optional_package("sklearn")
 pytestmark = pytest.mark.filterwarnings("ignore:.*with the fixed seed")
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("level", ["record", "user"])
+@pytest.mark.parametrize(
+    ("name", "level"), [(name, unit) for name, known in ALGORITHMS.items() for unit in known.units]
+)
 @pytest.mark.parametrize("view", ["aggregate", "each_upload"])
 def test_no_default_is_a_step_without_a_guarantee(name, level, view):
-    for sampling in ("all", "fixed:10"):
+    # Clients that keep a model of their own are not drawn in fixed numbers where that is secret.
+    secret = ALGORITHMS[name].kind.personal and view == "aggregate"
+    for sampling in ("all", "poisson:0.1" if secret else "fixed:10"):
         given = {"algorithm": name, "level": level, "view": view, "sampling": sampling}
         built = build(filled_in(given | {"rounds": 2, "seed": 0}))
         assert built.federation.void is None
@@ -43,6 +46,22 @@ def test_no_default_is_a_step_without_a_guarantee(name, level, view):
 )
 def test_the_adjacency_is_what_level_and_view_allow(given, adjacency):
     assert filled_in(given).adjacency == adjacency
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "model"),
+    [
+        ("ours", "record", "logistic"),
+        ("local-dpsgd", "record", "logistic"),
+        ("udp-fedavg", "user", "mlp"),
+        ("fedceo", "user", "mlp"),
+        ("ppsgd", "user", "mlp"),
+        ("centaur", "user", "mlp"),
+    ],
+)
+def test_an_algorithm_decides_whom_it_protects_and_what_it_trains(name, level, model):
+    options = filled_in({"algorithm": name})
+    assert (options.level, options.model) == (level, model)
 
 
 def test_delta_is_below_one_over_the_public_number_of_units():
@@ -95,6 +114,13 @@ def test_settings_are_taken_by_the_algorithms_that_have_them(setting):
         ({"adjacency": "replace-one", "record_rate": 0.5}, "adjacency must be add-remove for"),
         ({"algorithm": "scaffold", "control": "magic"}, "control must be one of none, uploaded"),
         ({"rounds": 0}, "rounds must be an integer >= 1"),
+        ({"algorithm": "udp-fedavg", "level": "record"}, "udp-fedavg protects users, got record"),
+        ({"algorithm": "local-dpsgd", "level": "user"}, "local-dpsgd protects records, got user"),
+        ({"algorithm": "fedceo", "model": "logistic"}, "train a network, got logistic; take"),
+        ({"algorithm": "fedceo", "restart": "all"}, "restart must be one of own, slot, mean"),
+        ({"algorithm": "fedceo", "public": "centre"}, "leave --public out"),
+        ({"algorithm": "udp-fedavg", "model": "lstm"}, "tokens go with lstm, got lstm for digits"),
+        ({"algorithm": "ppsgd", "local_epochs": 0}, "epochs and batch_size must be >= 1"),
     ],
     ids=str,
 )
@@ -117,6 +143,9 @@ def test_what_does_not_go_together_is_refused(given, message):
             "needs the mean of every round",
         ),
         ({"algorithm": "scaffold", "local_steps": 2, "sampling": "poisson:0.1"}, "draw a fixed"),
+        ({"algorithm": "ppsgd", "sampling": "fixed:10"}, "remembers which rounds they were in"),
+        ({"algorithm": "fedceo", "restart": "own", "sampling": "poisson:0.1"}, "single uploads"),
+        ({"algorithm": "fedceo", "model": "lenet5"}, "lenet5 takes images"),
     ],
     ids=str,
 )

@@ -19,7 +19,7 @@ from python_tests.federated.cases import (
     UNITS,
     federation,
     finish,
-    problem,
+    problem_for,
     quietly,
     sampler,
     terms,
@@ -30,7 +30,7 @@ COUNTS = (4, 0, 5, 3, 6, 2)
 
 
 def made(name="fednew exact clean radius", unit="record", *, seed=1, kind=None, **options):
-    held = problem(COUNTS)
+    held = problem_for(ALGORITHMS[name], COUNTS)
     adjacency = "add-remove" if kind == "poisson" or "record_rate" in options else "replace-one"
     told = terms(held, unit, options.pop("view", "aggregate"), rounds=4, adjacency=adjacency)
     if kind is not None:

@@ -9,10 +9,12 @@ import torch
 
 from dpkernels.federated import (
     Centred,
+    FedCEO,
     FedFC,
     FedGD,
     FedNew,
     FedSOFIM,
+    LocalDPSGD,
     Scaffold,
     SoftmaxProblem,
     Terms,
@@ -63,8 +65,20 @@ def found(algorithm, count, n, *, stage=0, names=("theta",), dtype=torch.float64
         (lambda clip: Centred(FedGD(), feature_clip=clip), 0, ("theta",)),
         (lambda clip: Scaffold(clip=clip, local_steps=3), 0, ("theta", "control")),
         (lambda clip: Scaffold(clip=clip, local_steps=3, control="none"), 0, ("theta",)),
+        (lambda clip: LocalDPSGD(clip=clip, local_steps=3), 0, ("theta",)),
+        (lambda clip: FedCEO(clip=clip, local_steps=3), 0, ("theta",)),
     ],
-    ids=["fedgd", "fedsofim", "fedfc gradient", "fedfc covariance", "mean", "scaffold", "local"],
+    ids=[
+        "fedgd",
+        "fedsofim",
+        "fedfc gradient",
+        "fedfc covariance",
+        "mean",
+        "scaffold",
+        "local",
+        "dpsgd",
+        "fedceo",
+    ],
 )
 def test_a_record_moves_a_clipped_sum_by_its_bound_at_most(
     make, stage, names, clip, count, n, dtype

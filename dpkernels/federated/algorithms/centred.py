@@ -11,7 +11,7 @@ from torch import Tensor
 from dpkernels.federated.algorithms.gradients import summed
 from dpkernels.federated.clipping import clip_rows
 from dpkernels.federated.contract import Algorithm, Query, Seen, Stage, Tensors, Terms, Visit
-from dpkernels.federated.problem import Problem
+from dpkernels.federated.problem import Layer, Problem
 from dpkernels.federated.softmax import SoftmaxProblem
 from dpkernels.ops.checks import check_finite
 
@@ -47,7 +47,8 @@ class Centred(Algorithm):
     def _inside(self, terms: Terms) -> Terms:
         """Return the terms of the inner algorithm: its features have the constant one."""
         *others, features = terms.shape
-        return replace(terms, shape=(*others, features + int(self.bias > 0)))
+        shape = (*others, features + int(self.bias > 0))
+        return replace(terms, shape=shape, layers=(Layer("weight", 0, shape),))
 
     def stages(self, terms: Terms) -> tuple[Stage, ...]:
         """Return the round of the mean, then the inner algorithm's."""

@@ -1,0 +1,57 @@
+"""The networks that ``dpkernels federate`` knows by name, sized for a data set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch import nn
+
+from dpkernels.federated import models
+from dpkernels.federated.data import TOKENS, FederatedData
+from dpkernels.train.models import cnn, logistic
+from dpkernels.train.text import VOCABULARY
+
+
+def _mlp(data: FederatedData) -> nn.Module:
+    return models.mlp(math.prod(data.shape), data.classes)
+
+
+def _lenet5(data: FederatedData) -> nn.Module:
+    if data.shape != (3, 32, 32):
+        raise ValueError(
+            f"model: lenet5 takes images [3, 32, 32], got {data.name} with inputs of shape "
+            f"{list(data.shape)}; take cifar10, or --model cnn"
+        )
+    return models.lenet5(data.classes)
+
+
+def _lstm(data: FederatedData) -> nn.Module:
+    return models.lstm(VOCABULARY, data.classes)
+
+
+NETWORKS: dict[str, Callable[[FederatedData], nn.Module]] = {
+    "cnn": lambda data: cnn(data.shape, data.classes),
+    "mlp": _mlp,
+    "lenet5": _lenet5,
+    "lstm": _lstm,
+    "softmax": lambda data: logistic(data.shape, data.classes),
+}
+
+
+def build(name: str, data: FederatedData) -> nn.Module:
+    """Return the network, with fresh parameters from torch's generator.
+
+    Raises ValueError for one that cannot take the inputs of ``data``.
+    """
+    return NETWORKS[name](data)
+
+
+def check_inputs(dataset: str, model: str) -> None:
+    """Raise ValueError where one of them is of tokens and the other is not."""
+    if (dataset in TOKENS) != (model == "lstm"):
+        wanted = "--model lstm" if dataset in TOKENS else f"--dataset {', '.join(sorted(TOKENS))}"
+        raise ValueError(
+            f"model: tokens go with lstm, got {model} for {dataset}; take {wanted}, or another of "
+            "both"
+        )
