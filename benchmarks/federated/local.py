@@ -180,7 +180,7 @@ def _flops(case: Case) -> float:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         lenet5(case.classes)(torch.zeros(1, 3, 32, 32))
     first = 2.0 * 28 * 28 * 32 * 75
-    return records * (3.0 * counter.get_total_flops() - first)
+    return float(records * (3.0 * counter.get_total_flops() - first))
 
 
 def _peak(threads: int) -> float:
@@ -188,7 +188,7 @@ def _peak(threads: int) -> float:
     torch.set_num_threads(threads)
     a = torch.randn(1024, 1024)
     (times,) = measure([lambda: a @ a], Budget(rounds=15), _CPU)
-    return float(2 * 1024**3 / min(times) / 1e6)
+    return 2 * 1024**3 / min(times) / 1e6
 
 
 def run(threads: int, seconds: float) -> list[dict[str, Any]]:

@@ -44,37 +44,47 @@ class Grams:
 
 
 class SpannedLayer:
-    """The first layer of all clients of a round, as coefficients of their records."""
+    """The first layer of all clients of a round, as coefficients of their records.
+
+    grams: K of every client, ``[n_i, n_i]``.
+    """
 
     def __init__(self, net: StackedNet, x: Tensor, batches: Batches, grams: list[Tensor]) -> None:
+        self._net, self._x, self._batches, self._grams = net, x, batches, grams
         clients, most, weight = len(grams), batches.most, net.weights[0]
-        self._net, self._x, self._batches = net, x, batches
-        self._gram = weight.new_zeros(clients, most, most)
         # What the first weights of the round make of every record, [k, n, h].
         self._start = weight.new_zeros(clients, most, weight.shape[1])
-        for i, (rows, gram) in enumerate(zip(batches.rows, grams, strict=True)):
-            self._gram[i, : len(rows), : len(rows)] = gram
-            torch.mm(x[rows], weight[i].mT, out=self._start[i, : len(rows)])
+        for i in range(clients):
+            out = self._start[i, : batches.counts[i]]
+            torch.mm(self._records(i), weight[i].mT, out=out)
         self._coefficients = torch.zeros_like(self._start)
         self._at = torch.empty(0, dtype=torch.int64)
 
-    def outputs(self, order: Tensor, batch: Batch) -> Tensor:
-        """Return what the layer puts out, ``[a, b, h]``; order: rows of ``[k * most]``.
+    def _records(self, client: int) -> Tensor:
+        """Return the client's records, ``[n, d]``, in a buffer: new pages cost as much to fill."""
+        rows = self._batches.rows[client]
+        out = self._net.buffer("all records", len(rows), self._x.shape[1])
+        return torch.index_select(self._x, 0, rows, out=out)
 
-        order: int64 ``[a, b]``. 2 a b n h flops, a b n values of K gathered.
+    def outputs(self, order: Tensor, batch: Batch) -> Tensor:
+        """Return what the layer puts out, ``[a, b, h]``.
+
+        order: int64 ``[a, b]``, each client's own records. 2 a b n h flops, a b n values of K read.
         """
         net, (clients, width) = self._net, order.shape
         most, hidden = self._start.shape[1:]
-        self._at = order.reshape(-1)
-        rows = net.buffer("gram", clients * width, most)
-        torch.index_select(self._gram.view(-1, most), 0, self._at, out=rows)
+        first = torch.arange(clients, device=order.device).unsqueeze(1) * most
+        self._at = (order + first).reshape(-1)
         out = net.buffer("first", clients * width, hidden)
         torch.index_select(self._start.view(-1, hidden), 0, self._at, out=out)
-        if batch.absent is not None:
-            rows.index_fill_(0, batch.absent, 0.0)
-            out.index_fill_(0, batch.absent, 0.0)
         found = out.view(clients, width, hidden)
-        found.baddbmm_(rows.view(clients, width, most), self._coefficients[:clients], alpha=-1.0)
+        for i, gram in enumerate(self._grams[:clients]):
+            # One client's rows of K at a time: they are still in the cache when they are taken.
+            rows = net.buffer("gram", width, len(gram))
+            torch.index_select(gram, 0, order[i], out=rows)
+            found[i].addmm_(rows, self._coefficients[i, : len(gram)], alpha=-1.0)
+        if batch.absent is not None:
+            out.index_fill_(0, batch.absent, 0.0)
         bias = net.biases[0]
         return found if bias is None else found.add_(bias[:clients].unsqueeze(1))
 
@@ -85,6 +95,6 @@ class SpannedLayer:
 
     def finish(self) -> None:
         """Write the first weights, W0 - C^T X, to the net."""
-        for i, rows in enumerate(self._batches.rows):
-            coefficients = self._coefficients[i, : len(rows)]
-            self._net.weights[0][i].addmm_(coefficients.mT, self._x[rows], alpha=-1.0)
+        for i, count in enumerate(self._batches.counts):
+            coefficients = self._coefficients[i, :count]
+            self._net.weights[0][i].addmm_(coefficients.mT, self._records(i), alpha=-1.0)

@@ -73,12 +73,10 @@ class _Training:
         """Take all steps of all epochs; span: the first layer if it is kept as coefficients."""
         masks = masks_of(self.net, self.batches, seeds)
         places = torch.empty_like(self.table)
-        first = torch.arange(len(seeds), device=places.device).unsqueeze(1) * self.batches.most
         for _ in range(self.local.epochs):
             order = self.batches.epoch(orders, places)
             rows = self.table.gather(1, order)
             labels, kept = self.y[rows], masks.next_epoch()
-            order = order + first
             for batch, weights in zip(self.batches.steps, self.weights, strict=True):
                 part = slice(batch.clients), batch.positions
                 own = [mask[part] for mask in kept]
