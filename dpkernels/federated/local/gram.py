@@ -50,8 +50,12 @@ class SpannedLayer:
     """
 
     def __init__(self, net: StackedNet, x: Tensor, batches: Batches, grams: list[Tensor]) -> None:
-        self._net, self._x, self._batches, self._grams = net, x, batches, grams
+        self._net, self._x, self._batches = net, x, batches
         clients, most, weight = len(grams), batches.most, net.weights[0]
+        # Unequal clients are filled up with zeros: the plan counts flops of the largest.
+        self._gram = weight.new_zeros(clients, most, most)
+        for own, gram in zip(self._gram, grams, strict=True):
+            own[: len(gram), : len(gram)] = gram
         # What the first weights of the round make of every record, [k, n, h].
         self._start = weight.new_zeros(clients, most, weight.shape[1])
         for i in range(clients):
@@ -77,14 +81,13 @@ class SpannedLayer:
         self._at = (order + first).reshape(-1)
         out = net.buffer("first", clients * width, hidden)
         torch.index_select(self._start.view(-1, hidden), 0, self._at, out=out)
-        found = out.view(clients, width, hidden)
-        for i, gram in enumerate(self._grams[:clients]):
-            # One client's rows of K at a time: they are still in the cache when they are taken.
-            rows = net.buffer("gram", width, len(gram))
-            torch.index_select(gram, 0, order[i], out=rows)
-            found[i].addmm_(rows, self._coefficients[i, : len(gram)], alpha=-1.0)
+        rows = net.buffer("gram", clients * width, most)
+        torch.index_select(self._gram.view(-1, most), 0, self._at, out=rows)
         if batch.absent is not None:
+            rows.index_fill_(0, batch.absent, 0.0)
             out.index_fill_(0, batch.absent, 0.0)
+        found = out.view(clients, width, hidden)
+        found.baddbmm_(rows.view(clients, width, most), self._coefficients[:clients], alpha=-1.0)
         bias = net.biases[0]
         return found if bias is None else found.add_(bias[:clients].unsqueeze(1))
 
