@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.federated import __main__ as command
-from benchmarks.federated import breakdown, compare, forms, growth, memory, ours
+from benchmarks.federated import breakdown, compare, forms, growth, local, memory, ours
 from benchmarks.federated.peers import environments
 from benchmarks.federated.workload import Size, mean_loss, records_of
 from benchmarks.timing import Budget
@@ -129,3 +129,19 @@ def test_command_writes_results_that_can_be_shown_again(monkeypatch, tmp_path, c
     (tmp_path / "federated_memory.md").unlink()
     assert command.main(["memory", "--output", str(tmp_path), "--again"]) == 0
     assert (tmp_path / "federated_memory.md").read_text() == text
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_every_form_of_local_training_moves_parameters_alike(epochs):
+    forms, plan = local.forms_of(local.Case(200, 4, 70, epochs))
+    assert ("coefficients of at most 70" in plan) == (epochs > 1)
+    assert len(forms) == (4 if epochs > 1 else 2)
+    local.check(forms)
+    with pytest.raises(ValueError, match="away from ours"):
+        local.check(forms | {"none": lambda: torch.zeros_like(forms["ours"]())})
+
+
+def test_local_training_is_timed_against_the_loop():
+    found = asdict(local.compare(local.Case(200, 4, 70, 3), 1, _FEW))
+    assert found["speedups"]["loop"]["median"] == 1.0
+    assert "target 5x" in local.table([found])

@@ -1,10 +1,11 @@
 """Measure federated rounds: ``python -m benchmarks.federated all``, or one part of it.
 
 Parts: ``round`` (against per-client loops and batched PyTorch), ``profile`` (where our time goes),
-``growth``, ``memory`` and ``peers`` (pfl-research, Flower). ``peers --prepare`` makes the peers'
-environments in ``build/peers`` and measures nothing. A part writes ``federated_<part>.json``, and
-a table or a picture of it, to ``benchmarks/results``; ``all --resume`` leaves out parts that were
-measured at this commit.
+``growth``, ``memory``, ``local`` (local training of neural networks against a per-client loop) and
+``peers`` (pfl-research, Flower). ``peers --prepare`` makes the peers' environments in
+``build/peers`` and measures nothing. A part writes ``federated_<part>.json``, and a table or a
+picture of it, to ``benchmarks/results``; ``all --resume`` leaves out parts that were measured at
+this commit.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks import provenance
-from benchmarks.federated import breakdown, compare, growth, memory, ours
+from benchmarks.federated import breakdown, compare, growth, local, memory, ours
 from benchmarks.federated.peers import measure as peers
 from benchmarks.federated.peers.environments import prepare
 from benchmarks.federated.workload import Size
@@ -71,6 +72,10 @@ def _memory(options: argparse.Namespace) -> Found:
     return [asdict(memory.measure(name, size)) for size in memory.SIZES for name in algorithms]
 
 
+def _local(options: argparse.Namespace) -> Found:
+    return local.run(options.threads, options.seconds)
+
+
 def _peers(options: argparse.Namespace) -> Found:
     budget = Budget(options.seconds)
     rounds = peers.rounds_of_all(_SIZE, options.threads, options.peer_rounds, budget)
@@ -82,18 +87,20 @@ PARTS: dict[str, Callable[[argparse.Namespace], Found]] = {
     "profile": _profile,
     "growth": _growth,
     "memory": _memory,
+    "local": _local,
     "peers": _peers,
 }
 _TABLES: dict[str, Callable[[Found], str]] = {
     "round": compare.table,
     "profile": breakdown.table,
     "memory": memory.table,
+    "local": local.table,
     "peers": peers.table,
 }
 
 
 def _title(part: str, where: dict[str, Any]) -> str:
-    what = "512 x 10, 256 records" if part == "memory" else str(_SIZE)
+    what = {"memory": "512 x 10, 256 records", "local": "Local SGD"}.get(part, str(_SIZE))
     dirty = " with uncommitted changes" if where["dirty"] else ""
     return (
         f"{what}. {where['cpu']}, {where['threads']} threads, "

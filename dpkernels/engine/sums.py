@@ -94,7 +94,8 @@ class Sums:
             if piece in self._wide:
                 self._wide[piece] += flat
             else:
-                self._wide[piece] = flat.double()
+                # A copy of float64 sums too: the buffer is written again.
+                self._wide[piece] = flat.to(torch.float64, copy=True)
         self._written = set()
         self._microbatches = 0
 

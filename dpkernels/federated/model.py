@@ -12,6 +12,17 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from dpkernels.engine import PrivateTraining, make_private
+from dpkernels.federated.local import (
+    Grams,
+    Plan,
+    Way,
+    chain_of,
+    clipped_sums,
+    plan_of,
+    stacked_updates,
+    vmapped_updates,
+)
+from dpkernels.federated.local.chance import mask_seed, orders_of
 from dpkernels.federated.problem import Cohort, Layer, LocalSGD, Problem
 from dpkernels.privacy.draws import Bits, each_with_probability
 
@@ -30,11 +41,14 @@ class ModelProblem(Problem):
     x_test, y_test: a test part that is public.
     loss: of a batch, summed over its samples.
     physical_batch_size: how many records go through the model at a time.
+    local: the way of local training (``local.plan.Way``); the fastest if None, see ``local_plan``.
 
     Raises what ``make_private`` does, for both units: a layer that keeps statistics of what it saw
     would hand out records without noise. Raises ValueError if two clients share a row.
 
-    Clients are gone through one after the other: the engine sums over all samples of a pass.
+    Chains of linear layers with the summed cross-entropy are computed for all clients at once
+    (``local.stacked``). For other models clipped sums go through the engine client by client: it
+    sums over all samples of a pass.
     """
 
     def __init__(
@@ -48,6 +62,7 @@ class ModelProblem(Problem):
         *,
         loss: Loss = _summed_cross_entropy,
         physical_batch_size: int = 512,
+        local: Way | None = None,
     ) -> None:
         self.model, self._x, self._y, self._parts = model, x, y, parts
         self._x_test, self._y_test = x_test, y_test
@@ -63,6 +78,7 @@ class ModelProblem(Problem):
                 "ModelProblem: parts must be disjoint: a record that two clients have, or that one "
                 "has twice, moves what is released by more than one record may"
             )
+        self._way, self._grams = local, Grams(x.flatten(1), parts)
         self._private(1.0).detach()
 
     def initial(self) -> Tensor:
@@ -84,11 +100,29 @@ class ModelProblem(Problem):
     def clipped_gradient_sums(
         self, cohort: Cohort, theta: Tensor, bound: float, most: float = math.inf
     ) -> Tensor:
-        """Return clipped sums, ``[k, D]``, by the engine, without noise: the caller's matter.
+        """Return clipped sums, ``[k, D]``, without noise: the caller's matter.
 
-        How the engine rounds is in ``make_private``'s list: records that conspire can move a sum of
-        n float32 gradients by n^2 2^-24 of the bound, whatever ``most`` is.
+        By ``clipped_sums`` for a chain of linear layers, else by the engine. How the engine rounds
+        is in ``make_private``'s list: records that conspire can move a sum of n float32 gradients
+        by n^2 2^-24 of the bound, whatever ``most`` is.
         """
+        chain = chain_of(self.model, tuple(self._x.shape[1:]))
+        if self._entropy and not isinstance(chain, str):
+            # As many numbers of the global generator as clients: the same if they come in turn.
+            seeds = torch.randint(2**62, (len(cohort),)).tolist()
+            return clipped_sums(
+                chain,
+                self._x.flatten(1),
+                self._y,
+                cohort.held,
+                theta,
+                bound,
+                at_a_time=self._size,
+                seeds=seeds,
+            )
+        return self._clipped_by_engine(cohort, theta, bound)
+
+    def _clipped_by_engine(self, cohort: Cohort, theta: Tensor, bound: float) -> Tensor:
         training = self._private(bound)
         try:
             sums = [self._clipped(training, rows) for rows in self._at_each(cohort, theta)]
@@ -126,22 +160,64 @@ class ModelProblem(Problem):
             self.model.zero_grad()
         return torch.stack(sums) if sums else theta.new_zeros(0, *self.shape)
 
+    @property
+    def _entropy(self) -> bool:
+        """Whether the loss is one whose residuals are known, and records fit the parameters."""
+        same = self._x.dtype == self._start.dtype
+        return self._loss is _summed_cross_entropy and self._y.dim() == 1 and same
+
+    def local_plan(self, cohort: Cohort, local: LocalSGD) -> Plan:
+        """Return the way in which ``local_updates`` computes these clients, and the reason."""
+        return plan_of(
+            self.model,
+            tuple(self._x.shape[1:]),
+            local,
+            [len(rows) for rows in cohort.held],
+            asked=self._way,
+            cross_entropy=self._entropy,
+            grams_kept=self._grams.keeps,
+        )
+
     def local_updates(
         self, cohort: Cohort, theta: Tensor, local: LocalSGD, seeds: Tensor
     ) -> Tensor:
-        """Return w - theta of each client, ``[k, D]``, one client after the other."""
+        """Return w - theta of each client, ``[k, D]``, in the way of ``local_plan``.
+
+        A client's order of records is the same in every way; its dropout masks are not.
+        """
+        plan, chosen = self.local_plan(cohort, local), seeds.tolist()
+        if plan.way == "looped" or not len(cohort):
+            return self._looped(cohort, theta, local, chosen)
+        if plan.way == "vmapped":
+            return vmapped_updates(
+                self.model, self.layers, self._x, self._y, cohort.held, theta, local, chosen
+            )
+        ids, held = cohort.ids.tolist(), cohort.held
+        return stacked_updates(
+            plan.chain,
+            self._x.flatten(1),
+            self._y,
+            held,
+            theta,
+            local,
+            chosen,
+            (lambda i: self._grams.of(ids[i], held[i])) if plan.spanned else None,
+        )
+
+    def _looped(self, cohort: Cohort, theta: Tensor, local: LocalSGD, seeds: list[int]) -> Tensor:
         moved = []
-        for seed, rows in zip(seeds.tolist(), self._at_each(cohort, theta), strict=True):
+        for seed, rows in zip(seeds, self._at_each(cohort, theta), strict=True):
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                self._train(rows, local)
+                torch.manual_seed(mask_seed(seed))
+                self._train(rows, local, orders_of(seed))
             moved.append(parameters_to_vector(self._trained).detach())
         return torch.stack(moved) - theta if moved else theta.new_zeros(0, *self.shape)
 
-    def _train(self, rows: Tensor, local: LocalSGD) -> None:
+    def _train(self, rows: Tensor, local: LocalSGD, orders: torch.Generator) -> None:
         """Take ``local``'s steps on the model, from the parameters that it has."""
         for _ in range(local.epochs):
-            for part in rows[torch.randperm(len(rows))].split(local.batch_size):
+            order = torch.randperm(len(rows), generator=orders)
+            for part in rows[order].split(local.batch_size):
                 if len(part):
                     self._loss(self.model(self._x[part]), self._y[part]).backward()
                     with torch.no_grad():
@@ -166,8 +242,11 @@ class ModelProblem(Problem):
         return torch.cat([g.detach().flatten() for g in zeros])
 
     def set(self, theta: Tensor) -> None:
-        """Put ``theta``, ``[D]``, into the model."""
-        # Parameters become views of what they are given, and local steps change them in place.
+        """Put a copy of ``theta``, ``[D]``, into the model.
+
+        ``vector_to_parameters`` makes parameters views of what it gets: local steps would move
+        theta itself.
+        """
         vector_to_parameters(theta.clone(), self._trained)
 
     def accuracy(self, theta: Tensor) -> float:

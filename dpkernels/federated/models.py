@@ -5,19 +5,19 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 
-def mlp(features: int, classes: int) -> nn.Module:
-    """Return Linear - dropout - ReLU - Linear, 64 wide, without biases."""
+def mlp(features: int, classes: int, hidden: int = 64) -> nn.Sequential:
+    """Linear - dropout - ReLU - Linear without biases; records ``[N, ...]`` of ``features``."""
     return nn.Sequential(
         nn.Flatten(),
-        nn.Linear(features, 64, bias=False),
+        nn.Linear(features, hidden, bias=False),
         nn.Dropout(0.5),
         nn.ReLU(),
-        nn.Linear(64, classes, bias=False),
+        nn.Linear(hidden, classes, bias=False),
     )
 
 
-def lenet5(classes: int) -> nn.Module:
-    """Return the paper's LeNet-5, 1.14 M parameters at 10 classes; images ``[3, 32, 32]``."""
+def lenet5(classes: int) -> nn.Sequential:
+    """Return the paper's LeNet-5, 1.14 M parameters at 10 classes; records ``[N, 3, 32, 32]``."""
     return nn.Sequential(
         nn.Conv2d(3, 32, 5),
         nn.ReLU(),
@@ -50,6 +50,6 @@ class TokenLSTM(nn.Module):
         return logits
 
 
-def lstm(vocabulary: int, classes: int) -> nn.Module:
+def lstm(vocabulary: int, classes: int) -> TokenLSTM:
     """Return an LSTM with an embedding and a hidden state of 64."""
     return TokenLSTM(vocabulary, classes)

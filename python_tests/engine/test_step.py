@@ -47,6 +47,21 @@ def test_microbatches_add_up(sizes, reduction):
     assert_same(gradients_of(model), clipped_sum(gradients, bound))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("count", [8, 9, 20])
+def test_many_microbatches_add_up_in_either_dtype(count, dtype):
+    # Past 8 microbatches sums go to float64, which must not be the buffer that is written again.
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 3).to(dtype), torch.randn(count, 4, dtype=dtype)
+    gradients = sample_gradients(model, (x,))
+    bound = median_norm(gradients)
+    _, optimizer = private(model, bound, loss_reduction="sum")
+    for part in x.split(1):
+        square(model(part)).sum().backward()
+    optimizer.step()
+    assert_same(gradients_of(model), clipped_sum(gradients, bound))
+
+
 def test_noise_comes_once_a_logical_step_and_is_divided_by_the_expected_size():
     model, inputs = made("linear 3-D")
     gradients = sample_gradients(model, inputs)

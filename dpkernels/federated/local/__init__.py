@@ -1,0 +1,20 @@
+"""Local training of all clients of a round at once: stacked, mapped, or looped."""
+
+from dpkernels.federated.local.chain import Chain, chain_of
+from dpkernels.federated.local.clipped import clipped_sums
+from dpkernels.federated.local.gram import Grams
+from dpkernels.federated.local.plan import Plan, Way, plan_of
+from dpkernels.federated.local.sgd import stacked_updates
+from dpkernels.federated.local.vmapped import vmapped_updates
+
+__all__ = [
+    "Chain",
+    "Grams",
+    "Plan",
+    "Way",
+    "chain_of",
+    "clipped_sums",
+    "plan_of",
+    "stacked_updates",
+    "vmapped_updates",
+]

@@ -1,0 +1,103 @@
+r"""The first layer of every client in the span of its own records.
+
+SGD moves the first weights only along the client's n records: W = W0 - C^T X with coefficients C
+``[n, h]``, so that for records B of a batch
+
+    X_B W^T = X_B W0^T - K_B C,    K = X X^T
+
+and a step adds the rows of the batch to C. A step takes 2 b n h flops in place of 4 b d h; W0 X^T
+and C^T X, 4 n d h together, are taken once a round. It is the same SGD, rounded differently.
+K does not depend on the model: it is computed once for each client and kept where memory allows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dpkernels.federated.local.batches import Batch, Batches
+from dpkernels.federated.local.stacked import StackedNet
+
+
+class Grams:
+    """Products K = X X^T of clients' records, kept as long as they are no more than the records.
+
+    x: ``[N, d]``, all records. parts: the rows of every client. Sum of n_i^2 over clients is at
+    most N d where it pays: then K of all clients takes no more memory than the records do.
+    """
+
+    def __init__(self, x: Tensor, parts: list[Tensor]) -> None:
+        self._x, self._parts = x, parts
+        self.keeps = sum(len(part) ** 2 for part in parts) <= x.numel()
+        self._kept: dict[int, Tensor] = {}
+
+    def of(self, client: int, rows: Tensor) -> Tensor:
+        """Return K ``[n, n]`` of these records; client: whose they are. 2 n^2 d flops."""
+        whole = rows is self._parts[client]
+        if whole and client in self._kept:
+            return self._kept[client]
+        x = self._x[rows]
+        found = x @ x.mT
+        if whole and self.keeps:
+            self._kept[client] = found
+        return found
+
+
+class SpannedLayer:
+    """The first layer of all clients of a round, as coefficients of their records.
+
+    grams: K of every client, ``[n_i, n_i]``.
+    """
+
+    def __init__(self, net: StackedNet, x: Tensor, batches: Batches, grams: list[Tensor]) -> None:
+        self._net, self._x, self._batches = net, x, batches
+        clients, most, weight = len(grams), batches.most, net.weights[0]
+        # Unequal clients are filled up with zeros: the plan counts flops of the largest.
+        self._gram = weight.new_zeros(clients, most, most)
+        for own, gram in zip(self._gram, grams, strict=True):
+            own[: len(gram), : len(gram)] = gram
+        # What the first weights of the round make of every record, [k, n, h].
+        self._start = weight.new_zeros(clients, most, weight.shape[1])
+        for i in range(clients):
+            out = self._start[i, : batches.counts[i]]
+            torch.mm(self._records(i), weight[i].mT, out=out)
+        self._coefficients = torch.zeros_like(self._start)
+        self._at = torch.empty(0, dtype=torch.int64)
+
+    def _records(self, client: int) -> Tensor:
+        """Return the client's records, ``[n, d]``, in a buffer: new pages cost as much to fill."""
+        rows = self._batches.rows[client]
+        out = self._net.buffer("all records", len(rows), self._x.shape[1])
+        return torch.index_select(self._x, 0, rows, out=out)
+
+    def outputs(self, order: Tensor, batch: Batch) -> Tensor:
+        """Return what the layer puts out, ``[a, b, h]``.
+
+        order: int64 ``[a, b]``, each client's own records. 2 a b n h flops, a b n values of K read.
+        """
+        net, (clients, width) = self._net, order.shape
+        most, hidden = self._start.shape[1:]
+        first = torch.arange(clients, device=order.device).unsqueeze(1) * most
+        self._at = (order + first).reshape(-1)
+        out = net.buffer("first", clients * width, hidden)
+        torch.index_select(self._start.view(-1, hidden), 0, self._at, out=out)
+        rows = net.buffer("gram", clients * width, most)
+        torch.index_select(self._gram.view(-1, most), 0, self._at, out=rows)
+        if batch.absent is not None:
+            rows.index_fill_(0, batch.absent, 0.0)
+            out.index_fill_(0, batch.absent, 0.0)
+        found = out.view(clients, width, hidden)
+        found.baddbmm_(rows.view(clients, width, most), self._coefficients[:clients], alpha=-1.0)
+        bias = net.biases[0]
+        return found if bias is None else found.add_(bias[:clients].unsqueeze(1))
+
+    def step(self, residuals: Tensor) -> None:
+        """Add the residuals of the batch that was put out last, ``[a, b, h]``."""
+        flat = residuals.reshape(len(self._at), -1)
+        self._coefficients.view(-1, flat.shape[1]).index_add_(0, self._at, flat)
+
+    def finish(self) -> None:
+        """Write the first weights, W0 - C^T X, to the net."""
+        for i, count in enumerate(self._batches.counts):
+            coefficients = self._coefficients[i, :count]
+            self._net.weights[0][i].addmm_(coefficients.mT, self._records(i), alpha=-1.0)
