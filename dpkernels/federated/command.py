@@ -71,7 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--local-batch", type=int, help="records in a batch of these")
     add("--control", help="none, clean, or uploaded: what scaffold's variates are made of")
     add("--decay", type=float, help="factor of udp-fedavg's rate from round to round")
-    add("--shrink", help="none, scalar, layer or spectral: take known noise out of udp-fedavg")
+    add(
+        "--shrink",
+        help="none, energy, scalar, layer, spectral: take noise out of udp-fedavg",
+    )
     add("--shrunk", help="sum, update or filtered: what it is taken out of")
     add("--restart", help="mean; own or slot: which slice of fedceo a client starts from")
     add("--lam", type=float, help="of fedceo: threshold theta^(t/interval) / (2 lam); inf for 0")

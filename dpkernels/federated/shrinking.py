@@ -10,13 +10,13 @@ import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 
 from dpkernels.federated.folding import fold, unfold
 from dpkernels.federated.problem import Layer
+from dpkernels.ops.tsvd import Optimal, shrink_matrices
 
-Shrink = Literal["none", "scalar", "layer", "spectral"]
+Shrink = Literal["none", "energy", "scalar", "layer", "spectral"]
 SHRINKS: tuple[Shrink, ...] = get_args(Shrink)
 
 
@@ -30,43 +30,21 @@ def james_stein(values: Tensor, variance: float) -> float:
     return max(0.0, 1 - excess / square) if square > 0 else 0.0
 
 
-def optimal_singular_values(values: Tensor, shape: tuple[int, int], variance: float) -> Tensor:
-    """Return what Gavish and Donoho's shrinker for Frobenius loss makes of singular values s.
-
-    ``sqrt((s^2 - (d + h) v)^2 - 4 d h v^2) / s`` above the edge ``sqrt(v) (sqrt d + sqrt h)`` of
-    the noise of variance v, and 0 below ("Optimal Shrinkage of Singular Values", 2017).
-
-    values: float64. shape: d, h of the matrix.
-    """
-    d, h = shape
-    above = values.square() - (d + h) * variance
-    edge = 2 * math.sqrt(d * h) * variance
-    root = ((above - edge) * (above + edge)).clamp(min=0).sqrt()
-    return torch.where(above > edge, root / values, 0.0)
-
-
 def spectral(matrix: Tensor, variance: float) -> Tensor:
-    """Return ``matrix``, ``[d, h]``, with ``optimal_singular_values``; James-Stein for a vector.
+    """Return ``matrix``, ``[d, h]``, shrunk after Gavish and Donoho; James-Stein for a vector.
 
-    By the eigenpairs of its Gram matrix, in float64: 2 d h n + 9 n^3 flops, n = min(d, h).
+    By ``tsvd.shrink_matrices``, which is compiled for float32.
     """
-    d, h = matrix.shape
-    if min(d, h) == 1:
+    if min(matrix.shape) == 1:
         return matrix * james_stein(matrix, variance)
-    wide = matrix.double()
-    tall = wide if d >= h else wide.mT
-    squares, vectors = torch.linalg.eigh(tall.mT @ tall)
-    values = squares.clamp(min=0).sqrt()
-    shrunk = optimal_singular_values(values, (d, h), variance)
-    factors = torch.where(shrunk > 0, shrunk / values, 0.0)
-    found = (tall @ vectors * factors) @ vectors.mT
-    shaped: Tensor = found if d >= h else found.mT
-    return shaped.to(matrix.dtype)
+    found = shrink_matrices(matrix, Optimal(math.sqrt(variance)))
+    assert isinstance(found, Tensor)
+    return found
 
 
 def groups(kind: Shrink, layers: Sequence[Layer], size: int) -> list[slice]:
     """Return which elements of a vector have a factor in common: all, or those of a layer."""
-    if kind == "scalar":
+    if kind in ("energy", "scalar"):
         return [slice(0, size)]
     return [slice(x.begin, x.begin + math.prod(x.shape)) for x in layers]
 
@@ -74,8 +52,10 @@ def groups(kind: Shrink, layers: Sequence[Layer], size: int) -> list[slice]:
 def shrunken(kind: Shrink, layers: Sequence[Layer], values: Tensor, variance: float) -> Tensor:
     """Return ``values``, ``[*shape]``, shrunk as ``kind`` says.
 
-    kind: ``scalar``: one James-Stein factor. ``layer``: one for every layer. ``spectral``: the
-        singular values of every layer's matrix.
+    kind: ``scalar``: one James-Stein factor q, which has the least mean square error. ``energy``:
+        its root, after which the whole is as long as the signal in it is expected to be. A
+        classifier minds directions more than lengths, and q takes too much of both. ``layer``: a
+        factor q for every layer. ``spectral``: the singular values of every layer's matrix.
     variance: of the noise in each element; 0 changes nothing.
     """
     if kind == "none" or variance == 0:
@@ -86,5 +66,6 @@ def shrunken(kind: Shrink, layers: Sequence[Layer], values: Tensor, variance: fl
         return unfold(layers, folded, flat[None]).view_as(values)
     found = flat.clone()
     for part in groups(kind, layers, len(flat)):
-        found[part] *= james_stein(flat[part], variance)
+        factor = james_stein(flat[part], variance)
+        found[part] *= math.sqrt(factor) if kind == "energy" else factor
     return found.view_as(values)

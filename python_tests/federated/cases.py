@@ -67,9 +67,9 @@ ALGORITHMS: dict[str, Algorithm] = {
         f"udp-fedavg {shrink} {shrunk}": UDPFedAvg(
             lr=1.0, clip=5.0, shrink=shrink, shrunk=shrunk, local_epochs=1
         )
-        for shrink in ("scalar", "layer", "spectral")
+        for shrink in ("energy", "scalar", "layer", "spectral")
         for shrunk in ("sum", "update", "filtered")
-        if (shrink, shrunk) != ("spectral", "filtered")
+        if shrunk != "filtered" or shrink in ("scalar", "layer")
     },
     **{
         f"fedceo {restart}": FedCEO(restart=restart, interval=2, local_epochs=1, local_steps=2)

@@ -31,8 +31,8 @@ class UDPFedAvg(LocalTraining):
     momentum: in [0, 1). decay: lr_t = lr decay^(t - 1), in (0, 1]. average: the share of the last
         rounds whose iterates are averaged.
     shrink: by what the known noise is taken out: ``none``, ``scalar`` (one James-Stein factor),
-        ``layer`` (one a layer), ``spectral`` (singular values of each layer, after Gavish and
-        Donoho).
+        ``energy`` (its root), ``layer`` (one a layer), ``spectral`` (singular values of each layer,
+        after Gavish and Donoho).
     shrunk: what it is taken out of.
         ``sum``: M = sum of lr_t v so far, kept as it is; clients get W(0) + shrink(M).
         ``update``: each v, which with momentum is a mean of the last rounds.
@@ -62,7 +62,7 @@ class UDPFedAvg(LocalTraining):
                     f"UDPFedAvg: {name} must be one of {', '.join(known)}, got "
                     f"{getattr(self, name)!r}"
                 )
-        if self.shrunk == "filtered" and (self.momentum or self.shrink == "spectral"):
+        if self.shrunk == "filtered" and (self.momentum or self.shrink in ("energy", "spectral")):
             raise ValueError(
                 "UDPFedAvg: shrunk='filtered' is for shrink='scalar' or 'layer' without momentum, "
                 f"got {self.shrink!r} and {self.momentum}"
@@ -99,7 +99,8 @@ class UDPFedAvg(LocalTraining):
                 theta = server["theta"].add(step, alpha=rate)
             else:
                 state["moved"] = server["moved"].add(velocity, alpha=rate)
-                step = shrunken(self.shrink, terms.layers, state["moved"], of_sum)
+                moved = state["moved"].to(velocity.dtype)
+                step = shrunken(self.shrink, terms.layers, moved, of_sum)
                 theta = (server["first"] + step).to(velocity.dtype)
         state["theta"] = theta
         return state | add_iterate(server, theta, self.average, terms.rounds)
