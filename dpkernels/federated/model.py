@@ -160,7 +160,8 @@ class ModelProblem(Problem):
 
     def set(self, theta: Tensor) -> None:
         """Put ``theta``, ``[D]``, into the model."""
-        vector_to_parameters(theta, self._trained)
+        # Parameters become views of what they are given, and local steps change them in place.
+        vector_to_parameters(theta.clone(), self._trained)
 
     def accuracy(self, theta: Tensor) -> float:
         """Return the share of the test part whose likeliest class is right."""
