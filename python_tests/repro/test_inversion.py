@@ -43,7 +43,7 @@ def test_an_update_without_noise_gives_the_image_away_whatever_its_clip(scene):
     for cell in scene.cells[:2]:
         assert cell.sigma is None and cell.std == 0
         assert min(cell.psnr) > 25
-        assert all(cell.label) and all(cell.label_by_rule)
+        assert all(cell.label) and cell.label_rate == 1
 
 
 def test_a_noised_update_does_not(scene):
@@ -77,7 +77,7 @@ def test_the_start_with_the_least_loss_counts():
 
 
 @pytest.mark.parametrize("label", range(10))
-def test_the_last_bias_shows_the_label(label):
+def test_the_last_rows_show_the_label(label):
     model = lenet((1, 8, 8), 10)
     gradient = gradient_of(model, torch.ones(1, 8, 8), label)
     assert label_of(model, gradient) == label
@@ -85,10 +85,16 @@ def test_the_last_bias_shows_the_label(label):
     assert known.label == label
 
 
-def test_a_model_without_a_last_bias_shows_no_label():
-    model = nn.Linear(4, 3, bias=False)
-    with pytest.raises(ValueError, match="must be a bias"):
-        label_of(model, torch.zeros(12))
+def test_a_last_layer_without_a_bias_shows_the_label_and_a_convolution_does_not():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10, bias=False))
+    assert label_of(model, gradient_of(model, torch.ones(1, 8, 8), 7)) == 7
+    with pytest.raises(ValueError, match="must end in a linear layer"):
+        label_of(nn.Conv2d(1, 3, 2), torch.zeros(15))
+
+
+def test_more_noise_hides_more_labels(scene):
+    rates = {cell.method: cell.label_rate for cell in scene.cells}
+    assert rates["UDP-FedAvg, full noise"] < rates["UDP-FedAvg"] < rates["clip, no noise"]
 
 
 def made_round():

@@ -32,18 +32,25 @@ class Recovered:
 
 
 def label_of(model: nn.Module, seen: Tensor) -> int:
-    """Return the label of the one record behind the gradient ``seen``, ``[D]`` (iDLG, eq. 3).
+    """Return the label of the one record behind the gradient ``seen``, ``[D]`` (after iDLG).
 
-    The last layer's bias has gradient ``p - e_y``, whose only negative element is the label's. It
-    is exact without noise. Raises ValueError if the model's last parameter is not a bias.
+    Row c of the last layer's weights has gradient ``(p_c - [c = y]) a``. Activations a that are not
+    negative (sigmoid, ReLU) make the label's row the only one with a negative sum. Without noise
+    that is exact; with noise N(0, s^2) on ``seen`` the sum's signal grows with the features, its
+    noise with their root alone.
+
+    Raises ValueError if the model does not end in a linear layer.
     """
-    last = list(model.parameters())[-1]
-    if last.dim() != 1:
+    weights = list(model.parameters())
+    bias = weights.pop().numel() if weights[-1].dim() == 1 else 0
+    last = weights[-1]
+    if last.dim() != 2:
         raise ValueError(
-            f"label_of: the model's last parameter must be a bias [classes], got "
+            f"label_of: the model must end in a linear layer [classes, features], got "
             f"{list(last.shape)}; leave the label to the attack"
         )
-    return int(seen[-last.numel() :].argmin())
+    end = len(seen) - bias
+    return int(seen[end - last.numel() : end].view_as(last).sum(1).argmin())
 
 
 def invert(
