@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import subprocess
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
 from benchmarks.federated import __main__ as command
 from benchmarks.federated import breakdown, compare, forms, growth, local, memory, ours
-from benchmarks.federated.peers import environments
+from benchmarks.federated.peers import cifar_ours, environments, measure, tasks
 from benchmarks.federated.workload import Size, mean_loss, records_of
-from benchmarks.timing import Budget
+from benchmarks.timing import Budget, Spread
 
 _SIZE = Size(6, 20, 5, 4)
 _FEW = Budget(rounds=2)
@@ -145,3 +146,63 @@ def test_local_training_is_timed_against_the_loop():
     found = asdict(local.compare(local.Case(200, 4, 70, 3), 1, _FEW))
     assert found["speedups"]["loop"]["median"] == 1.0
     assert "target 5x" in local.table([found])
+
+
+def test_the_cnn_of_the_peers_has_the_published_size():
+    task = tasks.task_of("cifar", tasks.CIFAR_SIZE)
+    model = task.network()
+    assert sum(p.numel() for p in model.parameters()) == 1_626_442
+    assert "1,626,442" in command._WHAT["peers_cifar"]
+    assert all(map(torch.equal, model.parameters(), task.network().parameters()))
+
+
+def test_the_peers_images_need_their_shape():
+    with pytest.raises(ValueError, match="3072 features"):
+        tasks.task_of("cifar", _SIZE)
+
+
+@pytest.mark.parametrize("noise", ["central", "local"])
+def test_our_round_of_local_epochs_trains_and_adds_noise_where_it_says(noise):
+    # The same round of a small network: two clients with twelve images, three steps each.
+    task = tasks.task_of("cifar", Size(2, 12, 3072, 10))
+    small = replace(task, batch=4, network=_small_network)
+    quiet = cifar_ours.federation(small, noise, epsilon=None)
+    before = quiet.problem.accuracy(quiet.server["theta"])
+    for _ in range(5):
+        quiet.round()
+    assert quiet.problem.accuracy(quiet.server["theta"]) > before
+    private = cifar_ours.federation(small, noise)
+    assert private.release.central == (noise == "central")
+    private.round()
+    assert private.rounds_released == 1
+
+
+def _small_network():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 10))
+
+
+def test_peers_are_told_the_workload(monkeypatch, tmp_path):
+    monkeypatch.setattr(environments, "ENVIRONMENTS", tmp_path)
+    (tmp_path / "pfl").mkdir()
+    (tmp_path / "pfl" / ".prepared").touch()
+    asked = []
+
+    def answered(command, **options):
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0, stdout='{"seconds": [1.0]}\n', stderr="")
+
+    monkeypatch.setattr(environments.subprocess, "run", answered)
+    setting = environments.CIFAR_SETTINGS[0]
+    assert environments.run(setting, tasks.CIFAR_SIZE, 1, 1, "cifar") == {"seconds": [1.0]}
+    told = asked[0]
+    assert told[told.index("--workload") + 1] == "cifar"
+    assert told[told.index("--noise") + 1] == "central"
+
+
+def test_the_table_of_the_peers_is_in_multiples_of_our_first_row():
+    spread = asdict(Spread.of([2.0, 2.0]))
+    ours_row = {"name": f"{measure.OURS} --noise central", "milliseconds": spread}
+    other = {"name": "pfl", "milliseconds": {name: 3 * x for name, x in spread.items()}}
+    text = measure.table([row | {"does": "", "versions": {}} for row in (ours_row, other)])
+    assert "| 1x |" in text and "| 3x |" in text

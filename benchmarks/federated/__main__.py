@@ -1,11 +1,11 @@
 """Measure federated rounds: ``python -m benchmarks.federated all``, or one part of it.
 
 Parts: ``round`` (against per-client loops and batched PyTorch), ``profile`` (where our time goes),
-``growth``, ``memory``, ``local`` (local training of neural networks against a per-client loop) and
-``peers`` (pfl-research, Flower). ``peers --prepare`` makes the peers' environments in
-``build/peers`` and measures nothing. A part writes ``federated_<part>.json``, and a table or a
-picture of it, to ``benchmarks/results``; ``all --resume`` leaves out parts that were measured at
-this commit.
+``growth``, ``memory``, ``local`` (local training of neural networks against a per-client loop),
+``peers`` (pfl-research, Flower) and ``peers_cifar`` (the same two on pfl-research's CIFAR-10
+shape). ``peers --prepare`` makes the peers' environments in ``build/peers`` and measures nothing. A
+part writes ``federated_<part>.json``, and a table or a picture of it, to ``benchmarks/results``;
+``all --resume`` leaves out parts that were measured at this commit.
 """
 
 from __future__ import annotations
@@ -82,6 +82,12 @@ def _peers(options: argparse.Namespace) -> Found:
     return [asdict(one) for one in rounds]
 
 
+def _peers_cifar(options: argparse.Namespace) -> Found:
+    budget = Budget(options.seconds, options.own_rounds)
+    rounds = peers.rounds_on_cifar(options.threads, options.peer_rounds, budget)
+    return [asdict(one) for one in rounds]
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], Found]] = {
     "round": _round,
     "profile": _profile,
@@ -89,6 +95,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Found]] = {
     "memory": _memory,
     "local": _local,
     "peers": _peers,
+    "peers_cifar": _peers_cifar,
 }
 _TABLES: dict[str, Callable[[Found], str]] = {
     "round": compare.table,
@@ -96,11 +103,19 @@ _TABLES: dict[str, Callable[[Found], str]] = {
     "memory": memory.table,
     "local": local.table,
     "peers": peers.table,
+    "peers_cifar": peers.table,
+}
+
+_WHAT = {
+    "memory": "512 x 10, 256 records",
+    "local": "Local SGD",
+    "peers_cifar": "50 clients x 50 images of 3 x 32 x 32, batches of 10, one local epoch, CNN of "
+    "1,626,442 parameters",
 }
 
 
 def _title(part: str, where: dict[str, Any]) -> str:
-    what = {"memory": "512 x 10, 256 records", "local": "Local SGD"}.get(part, str(_SIZE))
+    what = _WHAT.get(part, str(_SIZE))
     dirty = " with uncommitted changes" if where["dirty"] else ""
     return (
         f"{what}. {where['cpu']}, {where['threads']} threads, "
@@ -165,6 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prepare", action="store_true", help="make the peers' environments")
     parser.add_argument("--seconds", type=float, default=15.0, help="how long for each algorithm")
     parser.add_argument("--peer-rounds", type=int, default=9, help="rounds of each peer")
+    parser.add_argument("--own-rounds", type=int, help="of ours in peers_cifar (by --seconds)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--resume", action="store_true", help="leave out what was measured")
     parser.add_argument("--again", action="store_true", help="measure nothing; show results again")

@@ -20,7 +20,7 @@ Train the cells of a paper's table with the paper's settings, and write paper, o
 as Markdown, JSON and a plot. Every training has a folder of its own in --runs: those at their end
 are read, others are gone on with. The table has all that is finished there, whatever this command
 asked for. After Ctrl-C the same command goes on."""
-FEDERATED = ("dp-fedsofim", "dp-fednew")
+FEDERATED = ("dp-fedsofim", "dp-fednew", "fedceo")
 _CHANGEABLE = ("epochs", "batch_size")
 
 
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Opacus' DP-SGD, at the first epsilon, one after the other, alone",
     )
     add("--timing-repeats", type=int, default=1, help="the median of how many (default 1)")
+    add("--attack", action="store_true", help="fedceo: gradient inversion of the uploads")
     add("--data-dir", help="folder of the data sets (default $DPKERNELS_DATA)")
     add("--runs", type=Path, help="folder of the trainings (default runs/PAPER)")
     add(

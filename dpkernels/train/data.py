@@ -29,6 +29,7 @@ _MNIST = ([0.1307], [0.3081])
 _FASHION = ([0.2860], [0.3530])
 _CIFAR10 = ([0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616])
 _DIGITS = ([0.5], [0.5])  # the range of the pixels, [0, 1], becomes [-1, 1]
+PIXELS = {"mnist": _MNIST, "fashion": _FASHION, "cifar10": _CIFAR10, "digits": _DIGITS}
 _ADULT_FEATURES = 123
 _CIFAR10_TEST = 10_000
 

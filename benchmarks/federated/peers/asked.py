@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
-from torch import Tensor
 
+from benchmarks.federated.peers.tasks import WORKLOADS, Task, task_of
 from benchmarks.federated.workload import Size
 
 Noise = Literal["local", "central"]
@@ -21,7 +21,7 @@ Noise = Literal["local", "central"]
 class Asked:
     """One run: the first round of ``rounds`` + 1 warms up and is not timed."""
 
-    size: Size
+    task: Task
     rounds: int
     threads: int
     noise: Noise
@@ -33,13 +33,15 @@ def parse() -> Asked:
     parser = argparse.ArgumentParser()
     for name in ("clients", "records", "features", "classes", "rounds", "threads"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--workload", choices=WORKLOADS, default="softmax")
     parser.add_argument("--noise", choices=("local", "central"), default="local")
     parser.add_argument("--cpus-per-client", type=int, default=1)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     size = Size(given.clients, given.records, given.features, given.classes)
     noise = cast(Noise, given.noise)
-    return Asked(size, given.rounds, given.threads, noise, given.cpus_per_client)
+    task = task_of(given.workload, size)
+    return Asked(task, given.rounds, given.threads, noise, given.cpus_per_client)
 
 
 def answer(times: list[float], losses: tuple[float, float], packages: tuple[str, ...]) -> None:
@@ -53,21 +55,3 @@ def answer(times: list[float], losses: tuple[float, float], packages: tuple[str,
         "versions": versions,
     }
     print(json.dumps(found), flush=True)
-
-
-class Softmax(torch.nn.Module):
-    """Softmax regression without a bias, from zeros; ``loss`` as pfl wants it."""
-
-    def __init__(self, features: int, classes: int) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(features, classes, bias=False)
-        torch.nn.init.zeros_(self.linear.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits ``[B, classes]``."""
-        logits: Tensor = self.linear(x)
-        return logits
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the mean cross-entropy."""
-        return torch.nn.functional.cross_entropy(self(x), y)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.federated.peers.tasks import Workload
 from benchmarks.federated.workload import Size
 
 _ROOT = Path(__file__).resolve().parent.parent.parent.parent
@@ -90,6 +91,27 @@ SETTINGS = (
 )
 
 
+_EPOCH = "autograd, a local epoch of SGD"
+CIFAR_SETTINGS = (
+    Setting(
+        "pfl",
+        ("--noise", "central"),
+        f"{_EPOCH}; each client's update clipped, noise once on the sum",
+    ),
+    Setting(
+        "flwr",
+        ("--noise", "central", "--cpus-per-client", "1"),
+        f"{_EPOCH} in Ray actors, one a core; update clipped by fixedclipping_mod, noise once at "
+        "the server",
+    ),
+    Setting(
+        "flwr",
+        ("--noise", "central", "--cpus-per-client", "2"),
+        "the same with Flower's default of two cores a client: one Ray actor",
+    ),
+)
+
+
 def prepare() -> None:
     """Make the environments that are missing; network is needed for the package index."""
     for peer in PEERS.values():
@@ -104,7 +126,9 @@ def prepare() -> None:
         (home / ".prepared").touch()
 
 
-def run(setting: Setting, size: Size, rounds: int, threads: int) -> dict[str, Any]:
+def run(
+    setting: Setting, size: Size, rounds: int, threads: int, workload: Workload = "softmax"
+) -> dict[str, Any]:
     """Run a peer's rounds in its environment and return what its module printed.
 
     Raises RuntimeError if the environment is missing or the module fails.
@@ -116,6 +140,7 @@ def run(setting: Setting, size: Size, rounds: int, threads: int) -> dict[str, An
         )
     sizes = [part for name, value in size.parameters.items() for part in (f"--{name}", str(value))]
     command = [str(peer.python), "-m", peer.module, *sizes, "--rounds", str(rounds)]
+    command += ["--workload", workload]
     done = subprocess.run(
         [*command, "--threads", str(threads), *setting.arguments],
         cwd=_ROOT,

@@ -13,14 +13,13 @@ import tempfile
 import time
 from typing import Any
 
-import torch
+from benchmarks.federated.peers.asked import Asked, answer, parse
+from benchmarks.federated.peers.tasks import Classifier
+from benchmarks.federated.workload import NOISE_MULTIPLIER
 
-from benchmarks.federated.peers.asked import Asked, Softmax, answer, parse
-from benchmarks.federated.workload import CLIP, LR, NOISE_MULTIPLIER, mean_loss, records_of
 
-
-def _simulate(asked: Asked, folder: str) -> tuple[list[float], torch.Tensor]:
-    """Return the clock at the end of every round, and the weights after the last."""
+def _simulate(asked: Asked, folder: str) -> tuple[list[float], Classifier]:
+    """Return the clock at the end of every round, and the model after the last."""
     from flwr.app import ArrayRecord, Context, MetricRecord
     from flwr.serverapp import Grid, ServerApp
     from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
@@ -28,7 +27,8 @@ def _simulate(asked: Asked, folder: str) -> tuple[list[float], torch.Tensor]:
 
     from benchmarks.federated.peers import flower_apps
 
-    size, times, weights = asked.size, [], [torch.empty(0)]
+    task, size, times = asked.task, asked.task.size, []
+    trained = Classifier(task.network())
     strategy: Any = FedAvg(
         fraction_train=1.0,
         fraction_evaluate=0.0,
@@ -38,20 +38,20 @@ def _simulate(asked: Asked, folder: str) -> tuple[list[float], torch.Tensor]:
     )
     if asked.noise == "central":
         strategy = DifferentialPrivacyClientSideFixedClipping(
-            strategy, NOISE_MULTIPLIER, LR * CLIP, size.clients
+            strategy, NOISE_MULTIPLIER, task.clip, size.clients
         )
 
     def note(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         if server_round:
             times.append(time.perf_counter())
-            weights[0] = arrays.to_torch_state_dict()["linear.weight"]
+            trained.load_state_dict(arrays.to_torch_state_dict())
         return None
 
     server = ServerApp()
 
     @server.main()
     def start(grid: Grid, context: Context) -> None:
-        model = Softmax(size.features, size.classes)
+        model = Classifier(task.network())
         strategy.start(
             grid=grid,
             initial_arrays=ArrayRecord(model.state_dict()),
@@ -73,7 +73,7 @@ def _simulate(asked: Asked, folder: str) -> tuple[list[float], torch.Tensor]:
             },
         },
     )
-    return times, weights[0]
+    return times, trained
 
 
 def main() -> None:
@@ -81,12 +81,13 @@ def main() -> None:
     asked = parse()
     if os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") != "0":
         sys.exit("flower_round: Ray would listen on every interface; run it by environments.run")
-    os.environ["DPKERNELS_PEER_SIZE"] = ",".join(map(str, asked.size.parameters.values()))
+    task = asked.task
+    numbers = task.size.parameters.values()
+    os.environ["DPKERNELS_PEER_TASK"] = ",".join([task.workload, *map(str, numbers)])
     logging.getLogger("flwr").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="ray") as folder:
-        times, weights = _simulate(asked, folder)
-    x, labels = records_of(asked.size)
-    losses = mean_loss(x, labels, torch.zeros_like(weights)), mean_loss(x, labels, weights)
+        times, trained = _simulate(asked, folder)
+    losses = task.mean_loss(Classifier(task.network())), task.mean_loss(trained)
     answer(times, losses, ("flwr", "ray", "torch", "numpy"))
 
 

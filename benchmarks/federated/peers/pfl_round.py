@@ -1,8 +1,8 @@
 # mypy: disable-error-code="import-not-found, misc"
 """Rounds of federated averaging in pfl-research: SimulatedBackend, one process, PyTorch.
 
-A client takes one full-batch SGD step by autograd. pfl has no clipping of records: it clips the
-client's whole update, which protects a user instead of a record and needs no record's gradient.
+A client takes the steps of its local SGD by autograd. pfl has no clipping of records: it clips the
+client's whole update, which protects a user and needs no record's gradient.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from pfl.privacy.gaussian_mechanism import GaussianMechanism
 from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism
 from torch import Tensor
 
-from benchmarks.federated.peers.asked import Softmax, answer, parse
-from benchmarks.federated.workload import CLIP, LR, NOISE_MULTIPLIER, mean_loss, records_of
+from benchmarks.federated.peers.asked import answer, parse
+from benchmarks.federated.peers.tasks import Classifier
+from benchmarks.federated.workload import NOISE_MULTIPLIER
 
 
-class Model(Softmax):
+class Model(Classifier):
     """With the metrics that pfl asks for; they are computed in the first round only."""
 
     @torch.no_grad()
@@ -56,8 +57,8 @@ class Clock(TrainingProcessCallback):
 def main() -> None:
     """Run the rounds and print their seconds."""
     asked = parse()
-    size = asked.size
-    x, labels = records_of(size)
+    task, size = asked.task, asked.task.size
+    x, labels = task.records()
     users = {
         str(client): PyTorchTensorDataset((x[client], labels[client]), user_id=str(client))
         for client in range(size.clients)
@@ -65,12 +66,11 @@ def main() -> None:
     # Every user once before any comes again: with cohorts of all users, all in every round.
     sampler = get_user_sampler("minimize_reuse", list(users))
     data = FederatedDataset(lambda user: users[user], sampler)
-    # The update is the learning rate times a gradient, and so are its bound and its noise.
     spread = NOISE_MULTIPLIER
     if asked.noise == "local":
         spread /= size.clients**0.5
-    mechanism = GaussianMechanism(LR * CLIP, spread)
-    module = Model(size.features, size.classes)
+    mechanism = GaussianMechanism(task.clip, spread)
+    module = Model(task.network())
     model = PyTorchModel(
         module,
         local_optimizer_create=torch.optim.SGD,
@@ -80,18 +80,20 @@ def main() -> None:
     privacy = CentrallyAppliedPrivacyMechanism(mechanism) if central else mechanism
     backend = SimulatedBackend(data, data, postprocessors=[WeightByUser(), privacy])
     clock = Clock()
-    before = mean_loss(x, labels, module.linear.weight.detach())
+    before = task.mean_loss(module)
     rounds = asked.rounds + 1
     FederatedAveraging().run(
         # Round 0 is always evaluated, later ones only as often as this says: never.
         NNAlgorithmParams(rounds, rounds, size.clients, None),
         backend,
         model,
-        NNTrainHyperParams(local_num_epochs=1, local_learning_rate=LR, local_batch_size=None),
+        NNTrainHyperParams(
+            local_num_epochs=1, local_learning_rate=task.lr, local_batch_size=task.batch
+        ),
         callbacks=[clock],
         send_metrics_to_platform=False,
     )
-    after = mean_loss(x, labels, module.linear.weight.detach())
+    after = task.mean_loss(module)
     answer(clock.times, (before, after), ("pfl", "torch", "dp-accounting", "numpy"))
 
 

@@ -1,4 +1,4 @@
-"""``dpkernels repro dp-fedsofim`` and ``dp-fednew``: choose, run, write."""
+"""``dpkernels repro dp-fedsofim``, ``dp-fednew`` and ``fedceo``: choose, run, write."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from dpkernels.precondition.diagnostics_plots import require_matplotlib
 from dpkernels.repro import provenance
 from dpkernels.repro.federated import dp_fednew, dp_fedsofim, report
 from dpkernels.repro.federated.chosen import read_chosen
+from dpkernels.repro.federated.inversion import command as inversion
+from dpkernels.repro.federated.inversion.study import Effort
 from dpkernels.repro.federated.study import Result, Table, conduct
 from dpkernels.train.data import folder_of
 from dpkernels.whole_file import write_text
@@ -27,6 +29,8 @@ def run(options: argparse.Namespace) -> list[Path]:
     if options.data_dir:
         os.environ["DPKERNELS_DATA"] = str(options.data_dir)
     folder_of(None)
+    if options.attack:
+        return _attack(options)
     tables = [_table(options, name) for name in _names(options)]
     runs = options.runs or Path("runs") / options.paper
     written: list[Path] = []
@@ -48,7 +52,15 @@ def run(options: argparse.Namespace) -> list[Path]:
     return written
 
 
+def _attack(options: argparse.Namespace) -> list[Path]:
+    if options.paper != "fedceo":
+        raise ValueError(f"attack: it is fedceo's, got {options.paper}; leave --attack out")
+    return inversion.run(tuple(inversion.DATASETS), Effort(), output=options.output)
+
+
 def _names(options: argparse.Namespace) -> Sequence[str]:
+    if options.paper == "fedceo":
+        raise ValueError("table: fedceo has no tables yet; take --attack")
     known = tuple(dp_fednew.TABLES) if options.paper == "dp-fednew" else ("1",)
     if options.table is None:
         return known

@@ -1,0 +1,7 @@
+"""``python -m dpkernels.repro.federated.inversion``."""
+
+import sys
+
+from dpkernels.repro.federated.inversion.command import main
+
+sys.exit(main())
