@@ -41,6 +41,7 @@ class FederatedData:
     shape: of one input before it was flattened: ``[C, H, W]`` of images, ``[d]`` of vectors.
     note: what a reader of results should know.
     natural: the partition that the data comes with, as synthetic data does; None for none.
+    vocabulary: how many tokens there can be; None for other inputs.
 
     Raises ValueError for other shapes or types, a part without records, labels not below
     ``classes``.
@@ -55,6 +56,7 @@ class FederatedData:
     shape: tuple[int, ...]
     note: str
     natural: Partition | None = None
+    vocabulary: int | None = None
 
     def __post_init__(self) -> None:
         parts = (("training", self.x, self.y), ("test", self.x_test, self.y_test))
@@ -180,7 +182,8 @@ def of_synthetic(
 def _imdb(data_dir: str | None) -> FederatedData:
     data = centrally.load("imdb", data_dir, tokens=True)
     parts = (data.train.x.float(), data.train.y, data.test.x.float(), data.test.y)
-    return FederatedData("imdb", *parts, data.classes, data.shape, data.note)
+    named = data.classes, data.shape, data.note
+    return FederatedData("imdb", *parts, *named, vocabulary=data.vocabulary)
 
 
 Loader = Callable[[str | None], FederatedData]

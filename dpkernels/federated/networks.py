@@ -10,7 +10,6 @@ from torch import nn
 from dpkernels.federated import models
 from dpkernels.federated.data import TOKENS, FederatedData
 from dpkernels.train.models import cnn, logistic
-from dpkernels.train.text import VOCABULARY
 
 
 def _mlp(data: FederatedData) -> nn.Module:
@@ -27,7 +26,9 @@ def _lenet5(data: FederatedData) -> nn.Module:
 
 
 def _lstm(data: FederatedData) -> nn.Module:
-    return models.lstm(VOCABULARY, data.classes)
+    if data.vocabulary is None:
+        raise ValueError(f"model: lstm takes tokens, got {data.name}; take imdb, or --model mlp")
+    return models.lstm(data.vocabulary, data.classes)
 
 
 NETWORKS: dict[str, Callable[[FederatedData], nn.Module]] = {

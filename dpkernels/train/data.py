@@ -18,7 +18,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from dpkernels.train.formats import MissingData, read_cifar10, read_csv, read_idx, read_libsvm
-from dpkernels.train.text import FEATURES, InverseFrequencies, hashed_tf_idf, hashed_tokens
+from dpkernels.train.text import (
+    FEATURES,
+    VOCABULARY,
+    InverseFrequencies,
+    hashed_tf_idf,
+    hashed_tokens,
+)
 
 Kind = Literal["image", "binary", "text", "tokens"]
 
@@ -82,6 +88,11 @@ class Data:
                     f"{self.name}: labels of the {name} part must be 0 to {self.classes - 1}, got "
                     f"{low} to {high}; is another data set in its folder?"
                 )
+
+    @property
+    def vocabulary(self) -> int | None:
+        """How many tokens there can be; None for other inputs."""
+        return VOCABULARY if self.kind == "tokens" else None
 
     @property
     def shape(self) -> tuple[int, ...]:

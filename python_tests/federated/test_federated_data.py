@@ -151,8 +151,8 @@ def test_features_of_another_form_are_refused_by_their_file(tmp_path, arrays, me
 
 
 def test_a_name_or_a_folder_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"dataset must be one of digits, .*synthetic, got 'imdb'"):
-        load("imdb")
+    with pytest.raises(ValueError, match=r"dataset must be one of digits, .*imdb, got 'imagenet'"):
+        load("imagenet")
     for name in DATASETS.keys() - {"digits", "synthetic"}:
         with pytest.raises(MissingData, match=r"--data-dir or \$DPKERNELS_DATA"):
             load(name, tmp_path)
