@@ -128,13 +128,16 @@ def forms_of(case: Case) -> tuple[dict[str, Form], str]:
 
 
 def check(forms: dict[str, Form]) -> None:
-    """Raise ValueError unless all forms move the parameters alike."""
+    """Raise ValueError unless all forms move the parameters of clients alike."""
     found = {name: form().clone() for name, form in forms.items()}
     first = next(iter(found.values()))
     for name, updates in found.items():
-        # Roundings of float32 over up to 240 steps.
-        error = ((updates - first).norm() / first.norm()).item()
-        if not error < 1e-3:
+        # The median client: an output of the first layer that is zero to rounding is on one side
+        # of ReLU's kink in one form and on the other in another, which moves that client by 1e-2.
+        # It happened to one of ten clients in 10 epochs.
+        errors = (updates - first).norm(dim=1) / first.norm(dim=1)
+        error = errors.median().item()
+        if not error < 1e-5:
             raise ValueError(f"check: {name} is {error:.1e} away from ours")
 
 
