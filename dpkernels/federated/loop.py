@@ -13,13 +13,14 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dpkernels.federated import resuming
 from dpkernels.federated.checks import check_fits, check_last_cohort, check_state
 from dpkernels.federated.client_noise import ClientNoise
 from dpkernels.federated.contract import Algorithm, Seen, Stage, Tensors, Terms, Visit
@@ -27,7 +28,7 @@ from dpkernels.federated.journal import Journal
 from dpkernels.federated.problem import Problem
 from dpkernels.federated.received import Message, Received, collect, collect_rows
 from dpkernels.federated.record_draws import RecordDraws
-from dpkernels.federated.release import Release, affordable, calibrate, check_stages
+from dpkernels.federated.release import Release, calibrate, check_stages
 from dpkernels.ops.noise import NoiseKey, RowKeys, add_gaussian_noise_
 from dpkernels.privacy.accountants import make_accountant
 from dpkernels.privacy.draws import Bits
@@ -141,7 +142,7 @@ class Federation:
         )
         self._central_key = NoiseKey() if seed is None else NoiseKey.from_seed(seed)
         self._sampler = sampler
-        self._cohorts = _endless(sampler) if sampler is not None else None
+        self._cohorts = resuming.endless(sampler) if sampler is not None else None
         self._again: list[int] | None = None  # a cohort of a shuffled epoch that was not released
         self.server: Tensors = algorithm.server_start(terms, theta)
         self._clients: Tensors = {
@@ -344,28 +345,8 @@ class Federation:
         return Bits(f"{self._seed}/{what}/{self.rounds_begun}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that goes on: server, clients, accountant, keys, sampler, counters.
-
-        Client state is private. Keys from the operating system are not in it.
-        """
-        return {
-            "algorithm": repr(self.algorithm),
-            "release": repr(self.release),
-            "delta": self.delta,
-            "multipliers": dict(self.multipliers),
-            "server": {name: value.clone() for name, value in self.server.items()},
-            "clients": {name: value.clone() for name, value in self._clients.items()},
-            "accountant": self.accountant.state_dict(),
-            "keys": self._keys.state_dict(),
-            "central_key": self._central_key.state_dict(),
-            "sampler": None if self._sampler is None else self._sampler.state_dict(),
-            "again": self._again,
-            "position": self._position,
-            "rounds_begun": self.rounds_begun,
-            "faults": dict(self.faults),
-            "bytes": [self.bytes_up, self.bytes_down],
-            "seconds": self.seconds,
-        }
+        """Return everything that goes on: see ``resuming.state_of``."""
+        return resuming.state_of(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after a checkpoint: same epsilon, never the same noise (but from a fixed seed).
@@ -376,45 +357,7 @@ class Federation:
 
         Raises ValueError for the state of another algorithm, other terms or another budget.
         """
-        for name, own in (
-            ("algorithm", repr(self.algorithm)),
-            ("release", repr(self.release)),
-            ("delta", self.delta),
-            ("multipliers", self.multipliers),
-        ):
-            if state[name] != own:
-                raise ValueError(
-                    f"Federation.load_state_dict: {name} must be {own}, got the state of "
-                    f"{state[name]}; make the federation as it was"
-                )
-        self.accountant.load_state_dict(state["accountant"])
-        begun = state["rounds_begun"]
-        if self._journal is not None:
-            stages = {stage.name: stage for stage in self.stages}
-            for index, name in self._journal.beyond(begun):
-                stage = stages[name]
-                self.accountant.compose(self.statement(stage), self.release.steps(stage))
-                begun = index
-        self.server = {name: value.clone() for name, value in state["server"].items()}
-        self._clients = {name: value.clone() for name, value in state["clients"].items()}
-        self._keys.load_state_dict(state["keys"])
-        self._central_key.load_state_dict(state["central_key"])
-        if self._sampler is not None:
-            self._sampler.load_state_dict(state["sampler"])
-            self._cohorts = _endless(self._sampler)
-        self._again = state["again"]
-        self._position, self.rounds_begun = state["position"], begun
-        self._schedule = [stage for stage in self.stages for _ in range(stage.rounds)]
-        if self.epsilon_target is not None and self.void is None:
-            limit = self.epsilon_target, self.delta
-            plan = [(self.statement(s), self.release.steps(s)) for s in self._schedule]
-            del self._schedule[affordable(self.accountant, plan, self._position, *limit) :]
-        self.faults = Counter(state["faults"])
-        self.bytes_up, self.bytes_down = state["bytes"]
-        self.seconds = state["seconds"]
-        self._prepared = self.problem
-        if len(self.stages) > 1 and self._position >= self.stages[0].rounds:
-            self._prepared = self.algorithm.prepared(self.problem, self.server)
+        resuming.restore(self, state)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write ``state_dict`` to ``path``, as a whole or not at all."""
@@ -427,11 +370,6 @@ class Federation:
         from dpkernels.run.checkpoint import read
 
         self.load_state_dict(read(path))
-
-
-def _endless(sampler: PrivateSampler) -> Iterator[list[int]]:
-    while True:
-        yield from sampler
 
 
 def _bytes(values: Tensor) -> int:
