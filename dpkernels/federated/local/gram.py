@@ -1,22 +1,26 @@
 r"""The first layer of every client in the span of its own records.
 
-SGD moves the first weights only along the client's n records: W = W0 - C^T X with coefficients C
+SGD moves the first weights only along the client's n records: W = W0 + C^T X with coefficients C
 ``[n, h]``, so that for records B of a batch
 
-    X_B W^T = X_B W0^T - K_B C,    K = X X^T
+    X_B W^T = X_B W0^T + K_B C,    K = X X^T
 
-and a step adds the rows of the batch to C. A step takes 2 b n h flops in place of 4 b d h; W0 X^T
-and C^T X, 4 n d h together, are taken once a round. It is the same SGD, rounded differently.
-K does not depend on the model: it is computed once for each client and kept where memory allows.
+and a step adds to the batch's rows of C. A step takes 2 b n h flops in place of 4 b d h; W0 X^T and
+C^T X, 4 n d h together, are taken once a round. It is the same SGD, rounded differently. K does not
+depend on the model: it is computed once for each client and kept where memory allows.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
 
 from dpkernels.federated.local.batches import Batch, Batches
 from dpkernels.federated.local.stacked import StackedNet
+from dpkernels.federated.problem import LocalSGD
+from dpkernels.ops.local_sgd import is_compiled, two_layer_epoch_
 
 
 class Grams:
@@ -50,17 +54,12 @@ class SpannedLayer:
     """
 
     def __init__(self, net: StackedNet, x: Tensor, batches: Batches, grams: list[Tensor]) -> None:
-        self._net, self._x, self._batches = net, x, batches
+        self._net, self._x, self._batches, self._grams = net, x, batches, grams
         clients, most, weight = len(grams), batches.most, net.weights[0]
-        # Unequal clients are filled up with zeros: the plan counts flops of the largest.
-        self._gram = weight.new_zeros(clients, most, most)
-        for own, gram in zip(self._gram, grams, strict=True):
-            own[: len(gram), : len(gram)] = gram
         # What the first weights of the round make of every record, [k, n, h].
         self._start = weight.new_zeros(clients, most, weight.shape[1])
-        for i in range(clients):
-            out = self._start[i, : batches.counts[i]]
-            torch.mm(self._records(i), weight[i].mT, out=out)
+        for i, count in enumerate(batches.counts):
+            torch.mm(self._records(i), weight[i].mT, out=self._start[i, :count])
         self._coefficients = torch.zeros_like(self._start)
         self._at = torch.empty(0, dtype=torch.int64)
 
@@ -69,6 +68,39 @@ class SpannedLayer:
         rows = self._batches.rows[client]
         out = self._net.buffer("all records", len(rows), self._x.shape[1])
         return torch.index_select(self._x, 0, rows, out=out)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether ``epoch`` takes this net: two layers with ReLU and at most a dropout between."""
+        chain = self._net.chain
+        between = sorted(op.kind for op in chain[1].before)
+        two = len(chain) == 2 and between in (["relu"], ["dropout", "relu"])
+        return two and is_compiled(self._start)
+
+    def epoch(self, order: Tensor, labels: Tensor, masks: list[Tensor], local: LocalSGD) -> None:
+        """Take all steps of an epoch in compiled code; order, labels: int64 ``[k, most]``."""
+        net = self._net
+        two_layer_epoch_(
+            self._coefficients,
+            net.weights[1],
+            *net.biases,
+            grams=self._grams,
+            start=self._start,
+            order=order,
+            labels=labels,
+            mask=masks[0] if masks else None,
+            counts=self._batches.counts,
+            batch_size=local.batch_size,
+            lr=local.lr,
+        )
+
+    @functools.cached_property
+    def _gram(self) -> Tensor:
+        """K of all clients, ``[k, most, most]``; zeros fill up the smaller ones."""
+        stacked = self._start.new_zeros(len(self._grams), self._batches.most, self._batches.most)
+        for own, gram in zip(stacked, self._grams, strict=True):
+            own[: len(gram), : len(gram)] = gram
+        return stacked
 
     def outputs(self, order: Tensor, batch: Batch) -> Tensor:
         """Return what the layer puts out, ``[a, b, h]``.
@@ -87,17 +119,17 @@ class SpannedLayer:
             rows.index_fill_(0, batch.absent, 0.0)
             out.index_fill_(0, batch.absent, 0.0)
         found = out.view(clients, width, hidden)
-        found.baddbmm_(rows.view(clients, width, most), self._coefficients[:clients], alpha=-1.0)
+        found.baddbmm_(rows.view(clients, width, most), self._coefficients[:clients])
         bias = net.biases[0]
         return found if bias is None else found.add_(bias[:clients].unsqueeze(1))
 
     def step(self, residuals: Tensor) -> None:
-        """Add the residuals of the batch that was put out last, ``[a, b, h]``."""
+        """Subtract the residuals of the batch that was put out last, ``[a, b, h]``."""
         flat = residuals.reshape(len(self._at), -1)
-        self._coefficients.view(-1, flat.shape[1]).index_add_(0, self._at, flat)
+        self._coefficients.view(-1, flat.shape[1]).index_add_(0, self._at, flat, alpha=-1.0)
 
     def finish(self) -> None:
-        """Write the first weights, W0 - C^T X, to the net."""
+        """Write the first weights, W0 + C^T X, to the net."""
         for i, count in enumerate(self._batches.counts):
             coefficients = self._coefficients[i, :count]
-            self._net.weights[0][i].addmm_(coefficients.mT, self._records(i), alpha=-1.0)
+            self._net.weights[0][i].addmm_(coefficients.mT, self._records(i))

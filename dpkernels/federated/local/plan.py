@@ -93,7 +93,8 @@ def _possible(
     return possible, why_not
 
 
-# Gathering rows of K and scattering coefficients take a quarter of the product's time at n = 500.
+# Without compiled code, gathering rows of K and adding to coefficients take a quarter of the
+# product's time at n = 500.
 _SPAN_OVERHEAD = 1.25
 
 

@@ -77,6 +77,9 @@ class _Training:
             order = self.batches.epoch(orders, places)
             rows = self.table.gather(1, order)
             labels, kept = self.y[rows], masks.next_epoch()
+            if span is not None and span.is_compiled:
+                span.epoch(order, labels, kept, self.local)
+                continue
             for batch, weights in zip(self.batches.steps, self.weights, strict=True):
                 part = slice(batch.clients), batch.positions
                 own = [mask[part] for mask in kept]
