@@ -44,7 +44,8 @@ DPK_INLINE void span_tile(const T* const (&rows)[kSpanRows], int64_t n, const T*
 // out [size, width] += K_B c for the rows `order` of K = gram [n, n]; c [n, width].
 //
 // Rows of K are read where they are, and nothing is packed: c is the same for the whole batch and
-// has few columns. For 64 x 500 x 64 in one thread 40 us, where gathering takes 33 us and gemm 73.
+// has few columns. With rows gathered and gemm instead, 30 epochs of 500 records were 1.8 times as
+// fast as the loop of benchmarks/federated/local_loop.py, and 2.8 times with this (busy machine).
 template <class T>
 void span_product(const T* gram, int64_t n, const int64_t* order, int64_t size, const T* c,
                   int64_t width, T* out) {

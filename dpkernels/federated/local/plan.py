@@ -93,8 +93,8 @@ def _possible(
     return possible, why_not
 
 
-# Without compiled code, gathering rows of K and adding to coefficients take a quarter of the
-# product's time at n = 500.
+# Without compiled code, gathering rows of K takes 7% of the product's time at n = 500 while the
+# machine is idle, and 40% while others use its cache. Between them; not tuned.
 _SPAN_OVERHEAD = 1.25
 
 
@@ -120,10 +120,10 @@ def _spanned(chain: Chain, local: LocalSGD, counts: list[int], kept: bool) -> tu
     )
 
 
-# Ten clients on one core, flops of one client's step (forward and backward): mapped over the loop
-# is 3.8x faster at 3 MFlop (LeNet of 45 k parameters, batch 2), 1.2x at 13 M (batch 8), 0.9x at
-# 53 M (batch 32), 0.8x at 480 M and 0.7x at 3 GFlop (LeNet-5 of the FedCEO paper, batch 10 and 64):
-# below, the calls of the loop cost; above, a convolution with groups is slower than k without.
+# Ten clients on one core, by flops of a client's step (forward and backward), the loop's time over
+# the mapped one's: LeNet of 45 k parameters 3.8 at 3 MFlop (batch 2), 1.2 at 13 M (batch 8), 0.9 at
+# 53 M (batch 32); LeNet-5 of the FedCEO paper 0.8 at 480 M (batch 10). One run each, on a busy
+# machine: the crossing is known to a factor of about 4. At 3 GFlop (batch 64): 0.53, interleaved.
 _MAPPED_FLOPS = 2e7
 
 
