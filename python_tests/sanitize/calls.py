@@ -401,3 +401,33 @@ def tsvd_shrink(draw: Draw) -> Arguments:
 @call
 def tsvd_singular_values(draw: Draw) -> Arguments:
     return [_client_tensors(draw)]
+
+
+@call
+def two_layer_epoch_(draw: Draw) -> Arguments:
+    dtype, random = draw.one_of((torch.float32, torch.float64)), draw.random
+    counts = [draw.size(most=40) for _ in range(random.randint(1, 4))]
+    clients, most = len(counts), max(counts)
+    hidden, classes = max(1, draw.size(most=40)), max(1, draw.size(most=12))
+    order = torch.zeros(clients, most, dtype=torch.int64)
+    for row, count in zip(order, counts, strict=True):
+        row[:count] = torch.tensor(random.sample(range(count), count), dtype=torch.int64)
+    labels = [[random.randrange(classes) for _ in range(most)] for _ in counts]
+
+    def dense(*shape: int) -> Tensor:
+        return draw.tensor(*shape, dtype=dtype).contiguous()
+
+    return [
+        dense(clients, most, hidden),
+        dense(clients, classes, hidden),
+        dense(clients, hidden) if draw.flag() else None,
+        dense(clients, classes) if draw.flag() else None,
+        [dense(count, count) for count in counts],
+        dense(clients, most, hidden),
+        order,
+        torch.tensor(labels, dtype=torch.int64).view(clients, most),
+        dense(clients, most, hidden).abs() if draw.flag() else None,
+        counts,
+        random.randint(1, 9),
+        0.1,
+    ]
