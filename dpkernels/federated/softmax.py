@@ -134,18 +134,20 @@ class SoftmaxProblem(Problem):
         """Return sums without a clip, ``[k, classes, features]``."""
         return glm.clipped_gradient_sum(cohort.held, theta, UNCLIPPED)
 
-    def feature_sums(self, cohort: Cohort, bound: float | None) -> Tensor:
+    def feature_sums(self, cohort: Cohort, bound: float | None, most: float = math.inf) -> Tensor:
         """Return each client's sum of features, ``[k, features]``, added up in float64.
 
         bound: the norm that each record's features are clipped to first; None for no clip. A record
         that is not finite adds exactly zero.
+        most: as for ``clipped_gradient_sums``.
         """
         held: glm.Records = cohort.held
         sums = held.x.new_zeros(len(cohort), held.features, dtype=torch.float64)
         for row, (begin, end) in enumerate(held.spans.tolist()):
             x = clip_rows(held.x[begin:end], UNCLIPPED if bound is None else bound)
             sums[row] = x.sum(0, dtype=torch.float64)
-        return sums.to(held.x.dtype)
+        radius = UNCLIPPED if bound is None else min(most * bound, UNCLIPPED)
+        return clip_rows(sums, radius).to(held.x.dtype)
 
     def covariance(
         self, cohort: Cohort, bound: float, gamma: float | Tensor, scale: float
@@ -164,16 +166,17 @@ class SoftmaxProblem(Problem):
         return found
 
     def covariance_spectrum(
-        self, cohort: Cohort, bound: float, scale: float
+        self, cohort: Cohort, bound: float, scale: float, most: float = math.inf
     ) -> tuple[Tensor, Tensor]:
         """Return eigenvalues ``[k, d]`` and vectors ``[k, d, d]`` of the same, without gamma.
 
-        float64. While all clients take part it is decomposed once.
+        float64. While all clients take part it is decomposed once. most: as for
+        ``clipped_gradient_sums``.
         """
         whole = cohort.held is self.records
         if whole and self._spectrum is not None and self._spectrum[0] == (bound, scale):
             return self._spectrum[1]
-        sums = glm.clipped_covariance_sum(cohort.held, bound).double() * scale
+        sums = self.covariance_sums(cohort, bound, most).double() * scale
         values, vectors = torch.linalg.eigh(sums)
         found = values.clamp(min=0.0), vectors
         if whole:

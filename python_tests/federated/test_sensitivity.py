@@ -20,6 +20,7 @@ from dpkernels.federated import (
     Terms,
     Visit,
 )
+from dpkernels.federated.algorithms.gradients import MOST
 from dpkernels.ops import glm
 from python_tests.federated.neighbours import (
     CLASSES,
@@ -277,3 +278,18 @@ def test_records_that_fall_into_other_chains_keep_to_the_bound(n, sign):
         for turn in range(0, 64, 5):
             values = (period[turn:] + period[:turn]) * 10
             assert moved_by_one([first, *values[: n - 1]], n) <= 1
+
+
+@pytest.mark.parametrize("stage", ["mean", "covariance"])
+def test_a_client_far_larger_than_stated_is_projected_before_its_sum_is_rounded(stage):
+    # 2,000 equal records where |D| is 10: 200 times the share that a client should have.
+    x = torch.full((2000, 3), 1.0)
+    labels = torch.zeros(2000, dtype=torch.int64)
+    held = SoftmaxProblem(glm.Records.ragged(x, labels, [0, 2000]), x[:1], labels[:1], classes=2)
+    cohort = held.cohort(torch.arange(1))
+    if stage == "mean":
+        found = held.feature_sums(cohort, 1.0, MOST * 10)
+    else:
+        found = held.covariance_sums(cohort, 1.0, MOST * 10)
+    assert found.dtype == torch.float32
+    assert 0.999 * MOST * 10 < found.double().norm() <= MOST * 10 * (1 + 1e-6)

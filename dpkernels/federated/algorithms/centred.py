@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dpkernels.federated.algorithms.gradients import summed
+from dpkernels.federated.algorithms.gradients import MOST, summed
 from dpkernels.federated.clipping import clip_rows
 from dpkernels.federated.contract import Algorithm, Query, Seen, Stage, Tensors, Terms, Visit
 from dpkernels.federated.problem import Layer, Problem
@@ -85,7 +85,8 @@ class Centred(Algorithm):
         if visit.stage.name != _STAGE:
             return self.inner.client(replace(visit, terms=self._inside(terms)))
         bound = self.feature_clip if terms.unit == "record" else None
-        sums = _softmax(visit.problem).feature_sums(visit.cohort, bound).div_(terms.records)
+        most = MOST * terms.records
+        sums = _softmax(visit.problem).feature_sums(visit.cohort, bound, most).div_(terms.records)
         means = sums if terms.unit == "record" else clip_rows(sums, self.feature_clip)
         return visit.noisy(means), visit.state
 

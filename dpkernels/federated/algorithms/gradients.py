@@ -20,12 +20,12 @@ def summed(bound: float, terms: Terms) -> float:
 
     Without one record the others are added up in another order, and float32 rounds otherwise. With
     u = 2^-24, an element of a sum of n products, in any order, errs by at most (n + 1) u of the sum
-    of absolute terms, so the whole by at most (n + 1) u n ``bound``, and division by |D| by one u
-    more; in either world. That is for n <= ``FLOAT32_RECORDS``. Larger clients add up in float64
-    (2^-20 covers 10^5 records) and round once, by u of what they round, which the projection keeps
-    to ``MOST`` |D| ``bound``.
+    of absolute terms, so the whole by at most (n + 1) u n ``bound``, and scaling by a few u more (7
+    are allowed for); in either world. That is for n <= ``FLOAT32_RECORDS``. Larger clients add up
+    in float64 (2^-20 covers 10^5 records) and round once, by u of what they round, which the
+    projection keeps to ``MOST`` |D| ``bound``.
     """
-    others = 2 * FLOAT32_RECORDS * (FLOAT32_RECORDS + 2) * _UNIT + 2.0**-20
+    others = 2 * FLOAT32_RECORDS * (FLOAT32_RECORDS + 8) * _UNIT + 2.0**-20
     return bound * ((1 + others) / terms.records + 2 * MOST * _UNIT)
 
 

@@ -15,6 +15,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from dpkernels.federated.algorithms.gradients import MOST
 from dpkernels.federated.problem import Cohort, Problem
 from dpkernels.federated.softmax import SoftmaxProblem, others
 from dpkernels.ops import glm
@@ -167,8 +168,12 @@ class Newton:
             return self.theta.new_zeros(count, 1, dtype=torch.float64), None
         problem = self._softmax()
         if self.kind == "covariance":
-            return problem.covariance_spectrum(self.cohort, self.bound, 1 / self.records)
-        hessians = glm.clipped_hessian_sum(self.cohort.held, self.theta, self.bound)
+            most = MOST * self.records
+            return problem.covariance_spectrum(self.cohort, self.bound, 1 / self.records, most)
+        held, theta = self.cohort.held, self.theta
+        if len(large := problem.large(self.cohort)):
+            held, theta = problem.subset(self.cohort, large, wide=True).held, theta.double()
+        hessians = glm.clipped_hessian_sum(held, theta, self.bound)
         values, vectors = torch.linalg.eigh(hessians.double() / self.records)
         return values.clamp(min=0.0), vectors
 
