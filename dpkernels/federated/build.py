@@ -11,7 +11,6 @@ from torch import nn
 
 from dpkernels.federated.contract import Terms
 from dpkernels.federated.data import (
-    TOKENS,
     FederatedData,
     declared_public,
     holdout,
@@ -144,13 +143,20 @@ def _problem(options: Options, data: FederatedData, partition: Partition) -> Pro
                 nn.functional.pad(part, (0, 1), value=options.bias) for part in (x, x_test)
             )
         return SoftmaxProblem(partition.of(x, data.y), x_test, data.y_test, classes=data.classes)
-    if options.seed is None:
+    return network_problem(options.model, data, partition, options.seed)
+
+
+def network_problem(
+    model: str, data: FederatedData, partition: Partition, seed: int | None
+) -> ModelProblem:
+    """Return the network ``model`` over the clients of ``partition``; seed: of its parameters."""
+    if seed is None:
         torch.seed()
     else:
-        torch.manual_seed(options.seed)
+        torch.manual_seed(seed)
     x, x_test = (part.unflatten(1, data.shape) for part in (data.x, data.x_test))
-    if options.dataset in TOKENS:
+    if data.vocabulary is not None:
         x, x_test = x.long(), x_test.long()
     parts = [partition.indices(client) for client in range(partition.clients)]
-    network = build_network(options.model, data)
+    network = build_network(model, data)
     return ModelProblem(network, x, data.y, parts, x_test, data.y_test)

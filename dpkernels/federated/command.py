@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--bias", type=float, help="a constant feature (1 if centred, else none)")
     add("--public", help="declare public, not covered: centre, standardise, pca:100")
     add = parser.add_argument_group("settings", "of the algorithm; --list says whose").add_argument
-    add("--lr", type=float, help="learning rate of the server")
+    add("--lr", type=float, help="learning rate of the server (udp-fedavg: by --noise-length)")
     add("--clip", type=float, help="norm of a record's gradient, or of a user's upload")
     add("--momentum", type=float, help="heavy ball, in [0, 1)")
     add("--average", type=float, help="share of the last rounds whose iterates are averaged")
@@ -71,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--local-batch", type=int, help="records in a batch of these")
     add("--control", help="none, clean, or uploaded: what scaffold's variates are made of")
     add("--decay", type=float, help="factor of udp-fedavg's rate from round to round")
+    add("--noise-length", type=float, help="of all rounds, in lengths of the first model (3.5)")
     add(
         "--shrink",
         help="none, energy, scalar, layer, spectral: take noise out of udp-fedavg",

@@ -28,7 +28,8 @@ from dpkernels.federated.journal import Journal
 from dpkernels.federated.problem import Problem
 from dpkernels.federated.received import Message, Received, collect, collect_rows
 from dpkernels.federated.record_draws import RecordDraws
-from dpkernels.federated.release import Release, calibrate, check_stages
+from dpkernels.federated.release import Release, calibrate, check_stages, spent_by_all
+from dpkernels.ops.checks import check_finite
 from dpkernels.ops.noise import NoiseKey, RowKeys, add_gaussian_noise_
 from dpkernels.privacy.accountants import make_accountant
 from dpkernels.privacy.draws import Bits
@@ -69,6 +70,8 @@ class Federation:
     and records inside a client with ``record_rate``. Epsilon comes from the statements alone.
 
     epsilon, delta: the budget of all rounds together; epsilon None adds no noise.
+    noise_multiplier: instead of epsilon, the noise that is seen over how far a unit moves it, in
+        every release; the budget is what all rounds come to then.
     sampler: draws the clients of a round; all take part if None.
     record_rate: each record takes part in a round with this probability.
     max_dropouts: how many clients of a round may fail under ``aggregate``.
@@ -89,6 +92,7 @@ class Federation:
         *,
         epsilon: float | None,
         delta: float,
+        noise_multiplier: float | None = None,
         accountant: str = "pld",
         sampler: PrivateSampler | None = None,
         record_rate: float = 1.0,
@@ -131,8 +135,8 @@ class Federation:
         kept = algorithm.client_start(terms, theta)
         check_state(algorithm.name, kept, self.release)
         self.void = algorithm.void(terms)
-        self.epsilon_target, self.delta = epsilon, delta
-        self.multipliers = calibrate(self.release, self.stages, epsilon, delta, accountant)
+        self.delta = delta
+        self.multipliers, self.epsilon_target = self._noise(epsilon, noise_multiplier, accountant)
         for stage in self.stages:
             self.statement(stage)  # what cannot be stated is refused now
         self.accountant = make_accountant(accountant)
@@ -156,6 +160,23 @@ class Federation:
         self.faults: Counter[str] = Counter()
         self.bytes_up = self.bytes_down = 0
         self.seconds = 0.0
+
+    def _noise(
+        self, epsilon: float | None, multiplier: float | None, accountant: str
+    ) -> tuple[dict[str, float], float | None]:
+        """Return each stage's noise multiplier and the budget of all rounds, None without one."""
+        if multiplier is None:
+            found = calibrate(self.release, self.stages, epsilon, self.delta, accountant)
+            return found, epsilon
+        if epsilon is not None:
+            raise ValueError(
+                f"Federation: epsilon and noise_multiplier exclude each other, got {epsilon} and "
+                f"{multiplier}; pass epsilon=None with a multiplier"
+            )
+        check_finite("Federation", "noise_multiplier", multiplier, above=0.0)
+        return {stage.name: multiplier for stage in self.stages}, spent_by_all(
+            self.release, self.stages, multiplier, self.delta, accountant
+        )
 
     @property
     def finished(self) -> bool:

@@ -76,7 +76,7 @@ class Options:
     centre_share: float | None = None
     centre_clip: float | None = None
     bias: float = 0.0
-    lr: float = 0.5
+    lr: float | None = 0.5
     clip: float = 1.0
     momentum: float | None = None
     average: float | None = None
@@ -100,6 +100,7 @@ class Options:
     local_epochs: int | None = None
     local_batch: int | None = None
     decay: float | None = None
+    noise_length: float | None = None
     shrink: str | None = None
     shrunk: str | None = None
     restart: str | None = None

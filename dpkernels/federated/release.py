@@ -155,6 +155,24 @@ def calibrate(
     return {name: scale * value for name, value in relative.items()}
 
 
+def spent_by_all(
+    release: Release,
+    stages: tuple[Stage, ...],
+    multiplier: float,
+    delta: float,
+    accountant: str,
+) -> float:
+    """Return the epsilon of all rounds, every release with this noise multiplier.
+
+    Of a statement that is void it is the claim, not what is guaranteed.
+    """
+    spent = make_accountant(accountant)
+    for stage in stages:
+        statement = release.statement(stage, multiplier)
+        spent.compose(statement, stage.rounds * release.steps(stage))
+    return spent.epsilon(delta)
+
+
 def affordable(
     accountant: Accountant,
     plan: Sequence[tuple[Statement, int]],

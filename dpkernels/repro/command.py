@@ -31,12 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--table",
         help="dp-kfc: 1, 2, 5, 6 or 7; tuned: our own settings; search: their choice; dp-fednew: "
-        "8, 5, views, features, synthetic or users (default: all); dp-fedsofim: 1",
+        "8, 5, views, features, synthetic or users; dp-fedsofim: 1; fedceo: 1, 3, 5 or epsilon "
+        "(federated papers by default: all)",
     )
     add("--epsilon", type=float, nargs="+", help="budgets (default: the table's)")
     add("--methods", nargs="+", help="as dpkernels train names them (default: the table's)")
     add("--clients", type=int, nargs="+", help="dp-fednew: numbers of clients (the table's)")
-    add("--seeds", type=int, help="trainings of each cell (default 3; federated papers 5)")
+    add("--rounds", type=int, help="fedceo: T (default: scaled down; the paper's is 300)")
+    add("--local-epochs", type=int, help="fedceo: E (default: scaled down; the paper's is 30)")
+    add("--seeds", type=int, help="trainings of each cell (default 3; other federated papers 5)")
     add("--jobs", type=int, default=1, help="trainings at once, cores shared (default 1)")
     add(
         "--timing",
@@ -66,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     """
     status = 0
     if options.seeds is None:
-        options.seeds = 5 if options.paper in FEDERATED else 3
+        options.seeds = 5 if options.paper in ("dp-fedsofim", "dp-fednew") else 3
     if options.paper in FEDERATED:
         return _run_federated(options)
     options.runs = options.runs or Path("runs") / options.paper

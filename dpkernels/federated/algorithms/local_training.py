@@ -33,7 +33,9 @@ class LocalTraining(Algorithm):
 
     def __post_init__(self) -> None:
         for name in ("lr", "clip"):
-            check_finite(type(self).__name__, name, getattr(self, name), above=0.0)
+            value = getattr(self, name)
+            if value is not None:  # where a subclass finds the rate itself
+                check_finite(type(self).__name__, name, value, above=0.0)
         _ = self.local  # or a ValueError that names what is wrong
 
     @property

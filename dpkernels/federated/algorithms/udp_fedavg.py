@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -17,6 +18,7 @@ from dpkernels.federated.algorithms.averaging import (
 from dpkernels.federated.algorithms.local_training import LocalTraining
 from dpkernels.federated.contract import Seen, Stage, Tensors, Terms
 from dpkernels.federated.shrinking import SHRINKS, Shrink, groups, shrunken
+from dpkernels.ops.checks import check_finite
 
 Shrunk = Literal["sum", "update", "filtered"]
 
@@ -28,6 +30,13 @@ class UDPFedAvg(LocalTraining):
     Unit user; ``LocalTraining`` has the client's part. All that the server does is post-processing
     of G, sound in every view.
 
+    lr: the server's rate. None: 1 where noise is shrunk, else the rate at which the noise of all T
+        rounds is ``noise_length`` times as long as the first model,
+
+            lr = noise_length |W(0)| / (std of the noise in G sqrt(sum of (lr_t / lr)^2 D)), or 1,
+
+        for D parameters: all of it is public, and nothing is looked at. Noise outgrows the first
+        weights by about the same factor at the best rate whatever sigma, K and T are.
     momentum: in [0, 1). decay: lr_t = lr decay^(t - 1), in (0, 1]. average: the share of the last
         rounds whose iterates are averaged.
     shrink: by what the known noise is taken out: ``none``, ``scalar`` (one James-Stein factor),
@@ -43,6 +52,12 @@ class UDPFedAvg(LocalTraining):
     """
 
     name: ClassVar[str] = "udp-fedavg"
+    lr: float | None = None  # type: ignore[assignment]
+    # Accuracy on 5,000 held-out records (MLP, K = 10, E = 5, one seed) with 2 / 3.5 / 6, and with
+    # the best of the rates .01, .03, .1 and .3: EMNIST letters, T = 300, sigma 1: 63.2 / 64.5 / 61.6
+    # and 63.4; sigma 2: 52.3 / 51.5 / 47.0 and 50.0. FashionMNIST with 3.5: sigma 1, T = 60: 78.8
+    # and 78.9; sigma 2, T = 60: 71.2 and 70.1; sigma 2, T = 300: 81.0 and 80.4.
+    noise_length: float = 3.5
     momentum: float = 0.0
     decay: float = 1.0
     average: float = 0.0
@@ -51,6 +66,7 @@ class UDPFedAvg(LocalTraining):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_finite("UDPFedAvg", "noise_length", self.noise_length, above=0.0)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"UDPFedAvg: momentum must be in [0, 1), got {self.momentum}")
         if not 0 < self.decay <= 1:
@@ -69,8 +85,16 @@ class UDPFedAvg(LocalTraining):
             )
 
     def server_start(self, terms: Terms, theta: Tensor) -> Tensors:
-        """Return theta, the round, the velocity, and what shrinking and averaging need."""
+        """Return theta, the round, the velocity, and what rate, shrinking and averaging need."""
         start = {"theta": theta, "round": torch.tensor(0), "velocity": torch.zeros_like(theta)}
+        if self._rate_follows:
+            length = theta.double().norm()
+            if not length > 0:
+                raise ValueError(
+                    "UDPFedAvg: lr=None takes the rate from the length of the first model, got one "
+                    "that is all zeros; pass lr"
+                )
+            start["length"] = length
         if self.shrink != "none":
             start["noise"] = torch.zeros(3, dtype=torch.float64)
             if self.shrunk == "sum":
@@ -82,7 +106,7 @@ class UDPFedAvg(LocalTraining):
 
     def server(self, stage: Stage, terms: Terms, server: Tensors, seen: Seen) -> Tensors:
         """Take one step."""
-        rate = self.lr * self.decay ** int(server["round"])
+        rate = self._rate(terms, server, seen.std or 0.0) * self.decay ** int(server["round"])
         state = {**server, "round": server["round"] + 1}
         if self.shrink != "none" and self.shrunk == "filtered":
             state |= self._filtered(terms, server, seen)
@@ -104,6 +128,20 @@ class UDPFedAvg(LocalTraining):
                 theta = (server["first"] + step).to(velocity.dtype)
         state["theta"] = theta
         return state | add_iterate(server, theta, self.average, terms.rounds)
+
+    @property
+    def _rate_follows(self) -> bool:
+        """Whether the rate follows from the noise."""
+        return self.lr is None and self.shrink == "none"
+
+    def _rate(self, terms: Terms, server: Tensors, std: float) -> float:
+        """Return lr, which the noise may have decided; std: of the noise in G."""
+        if not self._rate_follows or std == 0:
+            return 1.0 if self.lr is None else self.lr
+        # What a draw of noise comes to in theta, all rounds together: momentum repeats it.
+        squares = math.fsum(self.decay ** (2 * t) for t in range(terms.rounds))
+        per_rate = std * math.sqrt(squares * math.prod(terms.shape)) / (1 - self.momentum)
+        return min(1.0, self.noise_length * float(server["length"]) / per_rate)
 
     def _noise(self, noise: Tensor, rate: float, std: float) -> Tensor:
         """Return var(v), cov(v, M) and var(M) of the noise in an element after a round.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpkernels.repro.federated.runs import settings
+from dpkernels.repro.federated.runs import Place, settings
 from dpkernels.repro.federated.study import Cell, Chosen, Key, key
 
 _EARLIER = "The settings were chosen by an earlier run of this table"
@@ -19,25 +18,25 @@ def read_chosen(path: Path, cells: Sequence[Cell]) -> tuple[dict[Key, Chosen], s
     Raises ValueError if it has not got one of them.
     """
     told = json.loads(path.read_text())
-    found: dict[tuple[str, str, float | None], Chosen] = {}
+    found: dict[Key, Chosen] = {}
     for cell in told["cells"]:
         kept = cell["chosen"]
         algorithm, centre = (
             None if kept[name] is None else settings(**dict(kept[name]))
             for name in ("algorithm", "centre")
         )
-        at = json.dumps(cell["place"], sort_keys=True), cell["row"], cell["epsilon"]
+        place = Place(**cell["place"] | {"public": tuple(cell["place"]["public"])})
+        at = place, cell["row"], cell["epsilon"], cell.get("sigma")
         assert algorithm is not None
         found[at] = Chosen(algorithm, centre, kept["rounds"], kept["accuracy"], kept["searched"])
     chosen = {}
     for wanted in cells:
-        place = json.dumps(dataclasses.asdict(wanted.place), sort_keys=True)
-        at = place, wanted.row.label, wanted.epsilon
+        at = key(wanted)
         if at not in found:
             raise ValueError(
-                f"chosen: {path} has no settings for {wanted.row.label!r} at epsilon "
-                f"{wanted.epsilon} with {wanted.place}; leave --chosen out to choose them"
+                f"chosen: {path} has no settings for {wanted.row.label!r} at {wanted.budget} with "
+                f"{wanted.place}; leave --chosen out to choose them"
             )
-        chosen[key(wanted)] = found[at]
+        chosen[at] = found[at]
     note = f"{_EARLIER}, {told['provenance']['time']}."
     return chosen, next((said for said in told["notes"] if said.startswith(_EARLIER)), note)

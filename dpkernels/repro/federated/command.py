@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dpkernels.precondition.diagnostics_plots import require_matplotlib
 from dpkernels.repro import provenance
-from dpkernels.repro.federated import dp_fednew, dp_fedsofim, report
+from dpkernels.repro.federated import dp_fednew, dp_fedsofim, fedceo, report
 from dpkernels.repro.federated.chosen import read_chosen
 from dpkernels.repro.federated.inversion import command as inversion
 from dpkernels.repro.federated.inversion.study import Effort
@@ -59,9 +59,9 @@ def _attack(options: argparse.Namespace) -> list[Path]:
 
 
 def _names(options: argparse.Namespace) -> Sequence[str]:
-    if options.paper == "fedceo":
-        raise ValueError("table: fedceo has no tables yet; take --attack")
-    known = tuple(dp_fednew.TABLES) if options.paper == "dp-fednew" else ("1",)
+    known: Sequence[str] = ("1",)
+    if options.paper != "dp-fedsofim":
+        known = tuple(dp_fednew.TABLES if options.paper == "dp-fednew" else fedceo.tables())
     if options.table is None:
         return known
     if options.table not in known:
@@ -73,14 +73,30 @@ def _names(options: argparse.Namespace) -> Sequence[str]:
 
 
 def _table(options: argparse.Namespace, name: str) -> Table:
+    _check_scale(options)
     if options.paper == "dp-fedsofim":
-        if options.clients:
-            raise ValueError("clients: dp-fedsofim has 20; leave --clients out")
         table = dp_fedsofim.table()
+    elif options.paper == "fedceo":
+        table = fedceo.tables(options.rounds, options.local_epochs)[name]
     else:
         make = dp_fednew.TABLES[name]
         table = make(options.clients) if options.clients else make()
     return table.at(options.epsilon) if options.epsilon else table
+
+
+def _check_scale(options: argparse.Namespace) -> None:
+    """Raise ValueError for numbers of a table that are not the user's to change."""
+    if options.clients and options.paper != "dp-fednew":
+        number = 20 if options.paper == "dp-fedsofim" else 100
+        raise ValueError(f"clients: {options.paper} has {number}; leave --clients out")
+    for setting in ("rounds", "local_epochs"):
+        value = getattr(options, setting)
+        if value is None:
+            continue
+        if options.paper != "fedceo":
+            raise ValueError(f"{setting}: {options.paper}'s are fixed; leave it out")
+        if value < 1:
+            raise ValueError(f"{setting} must be an integer >= 1, got {value}")
 
 
 def _write(options: argparse.Namespace, table: Table, results: Sequence[Result]) -> list[Path]:
@@ -105,6 +121,9 @@ def _command(options: argparse.Namespace, name: str) -> str:
     words = ["dpkernels repro", options.paper, "--table", name, "--seeds", str(options.seeds)]
     if options.chosen is not None:
         words += ["--chosen", options.chosen.name]
+    for setting in ("rounds", "local_epochs"):
+        if (value := getattr(options, setting)) is not None:
+            words += [f"--{setting.replace('_', '-')}", str(value)]
     if options.clients:
         words += ["--clients", *map(str, options.clients)]
     if options.epsilon:

@@ -15,18 +15,17 @@ from dpkernels.whole_file import whole_file
 
 _SEEDS = (
     "Seeds are fixed, so that runs can be repeated: the models are for comparison, not for "
-    "release. They differ in noise only: the partition is one. How many settings each row was "
-    "chosen from stands below, and differs between rows."
+    "release. They differ in noise, in the clients that are drawn and in the first parameters of a "
+    "network; the partition is one. How many settings each row was chosen from stands below, and "
+    "differs between rows."
 )
-
-
-def _budget(epsilon: float | None) -> str:
-    return "none" if epsilon is None else f"{epsilon:g}"
 
 
 def _where(place: Place) -> str:
     seen = "each upload is seen" if place.view == "each_upload" else "secure aggregation"
     parts = [f"{place.dataset}, {place.clients} clients, {place.partition}", seen]
+    if place.model != "logistic":
+        parts = [f"{place.model} on {parts[0]}", f"{place.sampling} in a round", seen]
     return ", ".join([*parts, f"{place.unit} level, {place.adjacency}"])
 
 
@@ -63,15 +62,15 @@ def markdown(
         lines += _of_place([r for r in results if r.cell.place == place])
     lines += ["", "## Settings that held-out records preferred", ""]
     lines += [
-        "| place | row | epsilon | settings | held-out accuracy | of |",
+        "| place | row | budget | settings | held-out accuracy | of |",
         "|---|---|---|---|---|---|",
     ]
     for r in results:
-        of = str(r.chosen.searched) if r.chosen.searched else "taken over"
+        of = str(r.chosen.searched) if r.chosen.searched else "not chosen"
         cell = r.cell
         lines.append(
             f"| {cell.place.dataset}, {cell.place.clients}, {cell.place.view} | {cell.row.label} | "
-            f"{_budget(cell.epsilon)} | {_settings(r)} | {_held_out(r)} | {of} |"
+            f"{cell.budget} | {_settings(r)} | {_held_out(r)} | {of} |"
         )
     lines += [
         "",
@@ -84,12 +83,11 @@ def markdown(
 
 
 def _of_place(results: Sequence[Result]) -> list[str]:
-    epsilons = list(dict.fromkeys(r.cell.epsilon for r in results))
-    head = [f"epsilon {_budget(epsilon)}" for epsilon in epsilons]
+    head = list(dict.fromkeys(r.cell.budget for r in results))
     lines = ["| row | " + " | ".join(head) + " | guarantee |", "|---" * (len(head) + 2) + "|"]
     for label in dict.fromkeys(r.cell.row.label for r in results):
-        row = {r.cell.epsilon: r for r in results if r.cell.row.label == label}
-        cells = [_figure(row[e]) if e in row else "-" for e in epsilons]
+        row = {r.cell.budget: r for r in results if r.cell.row.label == label}
+        cells = [_figure(row[budget]) if budget in row else "-" for budget in head]
         first = next(iter(row.values())).outcomes[0]
         lines.append(f"| {label} | {' | '.join(cells)} | {_guarantee(first.void)} |")
     return lines
@@ -118,15 +116,15 @@ def rounds_table(
     """Return accuracy at every tenth round, paper's beside ours, as Markdown."""
     steps = range(10, 71, 10)
     lines = ["", "## At every tenth round", ""]
-    lines += ["| epsilon | row | " + " | ".join(map(str, steps)) + " |", "|---" * 9 + "|"]
+    lines += ["| budget | row | " + " | ".join(map(str, steps)) + " |", "|---" * 9 + "|"]
     for result in results:
         cell, curve = result.cell, result.curve()
         printed = paper.get(cell.row.label, {}).get(cell.epsilon)
         if printed is not None:
             figures = " | ".join(f"{value:.2f}" for value in printed)
-            lines.append(f"| {_budget(cell.epsilon)} | {cell.row.label}, paper | {figures} |")
+            lines.append(f"| {cell.budget} | {cell.row.label}, paper | {figures} |")
         figures = " | ".join(f"{curve[r]:.2f}" if r in curve else "" for r in steps)
-        lines.append(f"| {_budget(cell.epsilon)} | {cell.row.label}, ours | {figures} |")
+        lines.append(f"| {cell.budget} | {cell.row.label}, ours | {figures} |")
     return "\n".join(lines) + "\n"
 
 
@@ -153,6 +151,7 @@ def _cell(result: Result) -> dict[str, Any]:
         "place": dataclasses.asdict(result.cell.place),
         "row": result.cell.row.label,
         "epsilon": result.cell.epsilon,
+        "sigma": result.cell.sigma,
         "paper": result.cell.paper,
         "mean": result.mean,
         "spread": result.spread,
@@ -169,30 +168,30 @@ def _cell(result: Result) -> dict[str, Any]:
 
 def draw(title: str, results: Sequence[Result], file: Path) -> None:
     """Draw accuracy over rounds, a panel for each place and epsilon, dots for the paper's end."""
-    panels = list(dict.fromkeys((r.cell.place, r.cell.epsilon) for r in results))
+    panels = list(dict.fromkeys((r.cell.place, r.cell.budget) for r in results))
     labels = list(dict.fromkeys(r.cell.row.label for r in results))
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure = require_matplotlib()(figsize=(4.6 * columns, 3.4 * rows + 1.2), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    for panel, (place, epsilon) in zip(axes, panels, strict=False):
+    for panel, (place, budget) in zip(axes, panels, strict=False):
         for r in results:
-            if (r.cell.place, r.cell.epsilon) != (place, epsilon):
+            if (r.cell.place, r.cell.budget) != (place, budget):
                 continue
             n = labels.index(r.cell.row.label)
             style = {"color": f"C{n % 10}", "ls": "-" if n < 10 else "--"}
             curve = r.curve()
             panel.plot(list(curve), list(curve.values()), label=r.cell.row.label, lw=1.3, **style)
             if r.cell.paper is not None:
-                panel.plot([72], [r.cell.paper], "x", color=style["color"], ms=5)
+                panel.plot([1.03 * max(curve)], [r.cell.paper], "x", color=style["color"], ms=5)
         seen = " (uploads seen)" if place.view == "each_upload" else ""
         panel.set_title(
-            f"{place.dataset}, {place.clients} clients{seen}, epsilon {_budget(epsilon)}",
+            f"{place.dataset}, {place.clients} clients{seen}, {budget}",
             fontsize="small",
         )
         panel.set(xlabel="round", ylabel="accuracy, %")
         panel.grid(alpha=0.3)
-        here = [r for r in results if (r.cell.place, r.cell.epsilon) == (place, epsilon)]
+        here = [r for r in results if (r.cell.place, r.cell.budget) == (place, budget)]
         shown = [value for r in here for value in (*r.curve().values(), r.cell.paper or r.mean)]
         # Rows that failed would flatten the others.
         top = max(r.mean for r in here)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,17 +14,24 @@ from pathlib import Path
 from typing import Any, cast
 
 from dpkernels.federated import (
+    PPSGD,
     Algorithm,
+    Centaur,
     Centred,
+    FedCEO,
     Federation,
     FedFC,
     FedGD,
     FedNew,
     FedSOFIM,
+    LocalDPSGD,
+    Problem,
     Scaffold,
     SoftmaxProblem,
     Terms,
+    UDPFedAvg,
 )
+from dpkernels.federated.build import network_problem
 from dpkernels.federated.contract import Unit
 from dpkernels.federated.data import (
     FederatedData,
@@ -33,12 +41,25 @@ from dpkernels.federated.data import (
     load,
     of_synthetic,
 )
+from dpkernels.federated.sampling import sampler_of
 from dpkernels.privacy.mechanism import Adjacency, View
 from dpkernels.repro import provenance
 from dpkernels.whole_file import write_text
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
-    kind.name: kind for kind in (FedGD, FedSOFIM, FedNew, FedFC, Scaffold)
+    kind.name: kind
+    for kind in (
+        FedGD,
+        FedSOFIM,
+        FedNew,
+        FedFC,
+        Scaffold,
+        UDPFedAvg,
+        FedCEO,
+        PPSGD,
+        Centaur,
+        LocalDPSGD,
+    )
 }
 Settings = tuple[tuple[str, Any], ...]
 
@@ -55,6 +76,8 @@ class Place:
     dataset: as ``federated.data`` names it; ``synthetic:A,B`` for Noble's generator.
     public: statistics of the records that are declared public, such as ``pca:100``.
     delta: None for 1 / the number of training records.
+    model: ``logistic``, or a network as ``federated.networks`` names it.
+    sampling: who takes part in a round. record_rate: the chance of a client's record to do so.
     """
 
     dataset: str
@@ -65,6 +88,23 @@ class Place:
     view: View = "aggregate"
     adjacency: Adjacency = "add-remove"
     delta: float | None = None
+    model: str = "logistic"
+    sampling: str = "all"
+    record_rate: float = 1.0
+
+    def multiplier(self, sigma: float) -> float:
+        """Return the noise multiplier of FedCEO's ``sigma`` here.
+
+        User level: the sum of a round's K uploads has noise of sigma times the clip, each of them
+        its share, sigma / sqrt(K), whatever is seen. Record level: the sum of gradients of every
+        local step has sigma times the clip.
+        """
+        if self.unit == "record":
+            return sigma
+        moved = 2.0 if self.adjacency == "replace-one" else 1.0
+        sampler = sampler_of(self.sampling, self.clients)
+        cohort = self.clients if sampler is None else sampler.expected_batch_size
+        return sigma / (moved * math.sqrt(cohort if self.view == "each_upload" else 1.0))
 
 
 @dataclass(frozen=True)
@@ -72,7 +112,7 @@ class Run:
     """One run. Equal runs give equal results: seeds are fixed, for comparison, not for release.
 
     centre: settings of ``Centred`` around the algorithm; None for none.
-    epsilon: None for no noise.
+    epsilon: None for no noise, or where sigma says how much: see ``Place.multiplier``.
     validation: how many training records are held out and take the place of the test part.
     """
 
@@ -85,6 +125,7 @@ class Run:
     validation: int = 0
     centre: Settings | None = None
     every: int = 10
+    sigma: float | None = None
 
     @property
     def digest(self) -> str:
@@ -140,18 +181,30 @@ def _data(dataset: str, public: tuple[str, ...], validation: int, clients: int) 
 
 
 @lru_cache(maxsize=2)
-def _problem(place: Place, validation: int) -> SoftmaxProblem:
-    generated = place.clients if place.dataset.startswith("synthetic:") else 0
-    data = _data(place.dataset, place.public, validation, generated)
+def _softmax(place: Place, validation: int) -> SoftmaxProblem:
+    data = _data_of(place, validation)
     parts = data.partition(place.partition, place.clients, 0)
     return SoftmaxProblem(parts.of(data.x, data.y), data.x_test, data.y_test, classes=data.classes)
 
 
-def perform(run: Run) -> Outcome:
-    """Run it from its first round to its last."""
+def _data_of(place: Place, validation: int) -> FederatedData:
+    generated = place.clients if place.dataset.startswith("synthetic:") else 0
+    return _data(place.dataset, place.public, validation, generated)
+
+
+def _problem(run: Run) -> Problem:
     place = run.place
-    problem = _problem(place, run.validation)
-    count = len(problem.records.labels)
+    if place.model == "logistic":
+        return _softmax(place, run.validation)
+    data = _data_of(place, run.validation)
+    parts = data.partition(place.partition, place.clients, 0)
+    return network_problem(place.model, data, parts, run.seed)
+
+
+def federation_of(run: Run) -> Federation:
+    """Return the federation before its first round."""
+    place, problem = run.place, _problem(run)
+    count = len(_data_of(place, run.validation).y)
     terms = Terms(
         place.clients,
         count / place.clients,
@@ -161,12 +214,24 @@ def perform(run: Run) -> Outcome:
         place.view,
         place.adjacency,
     )
-    delta = place.delta or 1 / count
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*with the fixed seed")
-        federation = Federation(
-            algorithm_of(run), problem, terms, epsilon=run.epsilon, delta=delta, seed=run.seed
+        return Federation(
+            algorithm_of(run),
+            problem,
+            terms,
+            epsilon=run.epsilon,
+            delta=place.delta or 1 / count,
+            noise_multiplier=None if run.sigma is None else place.multiplier(run.sigma),
+            sampler=sampler_of(place.sampling, place.clients, run.seed),
+            record_rate=place.record_rate,
+            seed=run.seed,
         )
+
+
+def perform(run: Run) -> Outcome:
+    """Run it from its first round to its last."""
+    federation = federation_of(run)
     before = federation.rounds_planned - run.rounds  # releases before training
     accuracy: dict[int, float] = {}
     while not federation.finished:

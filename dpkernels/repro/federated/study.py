@@ -51,15 +51,32 @@ class Row:
     like: str | None = None
     transfer: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
 
+    @property
+    def searched(self) -> bool:
+        """Whether there is more than one combination of settings."""
+        around = any(isinstance(value, tuple) for value in (self.centre or {}).values())
+        return bool(self.grid) or len(self.rounds) > 1 or around
+
 
 @dataclass(frozen=True)
 class Cell:
-    """One number: a row at one place and budget. paper: its figure, in percent, if it has one."""
+    """One number: a row at one place and budget. paper: its figure, in percent, if it has one.
+
+    sigma: instead of epsilon, how much noise there is: see ``Place.multiplier``.
+    """
 
     place: Place
     row: Row
     epsilon: float | None
     paper: float | None = None
+    sigma: float | None = None
+
+    @property
+    def budget(self) -> str:
+        """What its column is called."""
+        if self.sigma is not None:
+            return f"sigma {self.sigma:g}"
+        return "epsilon none" if self.epsilon is None else f"epsilon {self.epsilon:g}"
 
 
 @dataclass(frozen=True)
@@ -80,7 +97,7 @@ class Table:
 
     def at(self, epsilons: Sequence[float]) -> Table:
         """Return the part of it at ``epsilons``; raise ValueError if it has none of them."""
-        kept = tuple(cell for cell in self.cells if cell.epsilon in epsilons)
+        kept = tuple(cell for cell in self.cells if (cell.sigma or cell.epsilon) in epsilons)
         if not kept:
             raise ValueError(f"epsilon: table {self.name} has none of {list(epsilons)}")
         return replace(self, cells=kept)
@@ -100,7 +117,7 @@ class Chosen:
     searched: int
 
 
-Key = tuple[Place, str, float | None]
+Key = tuple[Place, str, float | None, float | None]
 
 
 @dataclass(frozen=True)
@@ -155,6 +172,7 @@ def candidates(cell: Cell, validation: int) -> list[Run]:
                         validation,
                         centre,
                         every=rounds,
+                        sigma=cell.sigma,
                     )
                 )
     return found
@@ -184,6 +202,9 @@ def final_runs(cell: Cell, chosen: Chosen, seeds: int) -> list[Run]:
             seed,
             0,
             chosen.centre,
+            # An evaluation of a network costs as much as a few of its rounds.
+            every=max(10, chosen.rounds // 10),
+            sigma=cell.sigma,
         )
         for seed in range(seeds)
     ]
@@ -221,6 +242,8 @@ def _choose_all(
 ) -> dict[Key, Chosen]:
     """Return the settings of every cell, after the runs that they are chosen by."""
     own = [cell for cell in cells if cell.row.like is None]
+    chosen = {key(cell): _given(cell) for cell in own if not cell.row.searched}
+    own = [cell for cell in own if cell.row.searched]
     tried = [
         replace(run, seed=seed)
         for cell in own
@@ -228,22 +251,29 @@ def _choose_all(
         for seed in _CHOOSING_SEEDS
     ]
     _perform_all(tried, folder, jobs, "choosing", report)
-    chosen = {key(cell): choose(cell, validation, folder) for cell in own}
+    chosen |= {key(cell): choose(cell, validation, folder) for cell in own}
     for cell in cells:
         if cell.row.like is not None:
             chosen[key(cell)] = _transferred(cell, chosen)
     return chosen
 
 
+def _given(cell: Cell) -> Chosen:
+    """Return the settings of a row that leaves nothing to choose."""
+    row = cell.row
+    centre = None if row.centre is None else settings(**row.centre)
+    return Chosen(settings(**row.fixed), centre, row.rounds[0], None, 0)
+
+
 def key(cell: Cell) -> Key:
     """Return what tells cells apart."""
-    return cell.place, cell.row.label, cell.epsilon
+    return cell.place, cell.row.label, cell.epsilon, cell.sigma
 
 
 def _transferred(cell: Cell, chosen: Mapping[Any, Chosen]) -> Chosen:
     row = cell.row
     assert row.like is not None and row.transfer is not None
-    found = chosen[cell.place, row.like, cell.epsilon]
+    found = chosen[cell.place, row.like, cell.epsilon, cell.sigma]
     taken = settings(**dict(row.fixed), **row.transfer(dict(found.algorithm)))
     return replace(found, algorithm=taken, accuracy=None, searched=0)
 
