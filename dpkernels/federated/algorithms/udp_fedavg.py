@@ -54,9 +54,9 @@ class UDPFedAvg(LocalTraining):
     name: ClassVar[str] = "udp-fedavg"
     lr: float | None = None  # type: ignore[assignment]
     # Accuracy on 5,000 held-out records (MLP, K = 10, E = 5, one seed) with 2 / 3.5 / 6, and with
-    # the best of the rates .01, .03, .1 and .3: EMNIST letters, T = 300, sigma 1: 63.2 / 64.5 / 61.6
-    # and 63.4; sigma 2: 52.3 / 51.5 / 47.0 and 50.0. FashionMNIST with 3.5: sigma 1, T = 60: 78.8
-    # and 78.9; sigma 2, T = 60: 71.2 and 70.1; sigma 2, T = 300: 81.0 and 80.4.
+    # the best of the rates .01, .03, .1 and .3: EMNIST letters, T = 300, sigma 1: 63.2 / 64.5 /
+    # 61.6 and 63.4; sigma 2: 52.3 / 51.5 / 47.0 and 50.0. FashionMNIST with 3.5: sigma 1, T = 60:
+    # 78.8 and 78.9; sigma 2, T = 60: 71.2 and 70.1; sigma 2, T = 300: 81.0 and 80.4.
     noise_length: float = 3.5
     momentum: float = 0.0
     decay: float = 1.0
