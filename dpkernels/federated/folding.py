@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from dpkernels.federated.problem import Layer
+from dpkernels.ops.tsvd import soft_threshold
 
 
 def folded_layers(layers: Sequence[Layer], last: int | None = None) -> tuple[Layer, ...]:
@@ -62,6 +63,18 @@ def unfold(
             )
         place.copy_(tensor)
     return out
+
+
+def thresholded(layers: Sequence[Layer], models: Tensor, tau: float) -> Tensor:
+    """Return the models ``[K, D]`` after a soft threshold of each of ``layers``' tensor SVD.
+
+    FedCEO, Algorithm 2, lines 12 to 14. tau: >= 0; theta^(t/I) / (2 lambda) in the paper. What is
+    in none of ``layers`` is averaged over the models.
+    """
+    found = soft_threshold(fold(layers, models), tau).tensors
+    assert isinstance(found, list)
+    # Where all is folded, the means are written over.
+    return unfold(layers, found, models.mean(0).expand_as(models))
 
 
 def _folded(layer: Layer, uploads: Tensor) -> Tensor:

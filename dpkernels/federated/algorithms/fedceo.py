@@ -18,10 +18,9 @@ from dpkernels.federated.algorithms.local_training import (
     several_steps,
 )
 from dpkernels.federated.contract import Seen, Stage, Tensors, Terms, Visit
-from dpkernels.federated.folding import fold, unfold
+from dpkernels.federated.folding import thresholded
 from dpkernels.federated.problem import Layer
 from dpkernels.ops.checks import check_finite
-from dpkernels.ops.tsvd import soft_threshold
 
 Restart = Literal["own", "slot", "mean"]
 
@@ -151,12 +150,8 @@ class FedCEO(LocalTraining):
 
     def _thresholded(self, terms: Terms, models: Tensor, tau: float) -> Tensor:
         """Return ``models``, ``[K, *shape]``, after fold, soft threshold and unfold."""
-        flat = models.flatten(1)
         chosen = last_modules(terms.layers, self.fold_last)
-        folded = soft_threshold(fold(chosen, flat), tau).tensors
-        assert isinstance(folded, list)
-        # What is not folded is averaged; where all is, the means are written over.
-        return unfold(chosen, folded, flat.mean(0).expand_as(flat)).view_as(models)
+        return thresholded(chosen, models.flatten(1), tau).view_as(models)
 
 
 def last_modules(layers: Sequence[Layer], count: int | None) -> tuple[Layer, ...]:

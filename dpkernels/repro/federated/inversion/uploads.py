@@ -16,8 +16,8 @@ from torch import Tensor
 from dpkernels.federated.client_noise import ClientNoise
 from dpkernels.federated.clipping import clip_rows
 from dpkernels.federated.contract import Query, Stage
+from dpkernels.federated.folding import thresholded
 from dpkernels.federated.problem import Layer
-from dpkernels.federated.slices import thresholded_slices
 
 CLIP = 1.0
 RATE = 0.1  # eta: of a client's step, and of the server's
@@ -92,7 +92,7 @@ def seen(method: Method, made: Round, sigma: float, seed: int) -> Tensor:
     if not method.folded:
         return updates
     sent = made.theta + RATE * updates
-    return (thresholded_slices(made.layers, sent, threshold(sigma)) - made.theta) / RATE
+    return (thresholded(made.layers, sent, threshold(sigma)) - made.theta) / RATE
 
 
 def threshold(sigma: float) -> float:
