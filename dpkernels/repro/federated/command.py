@@ -61,7 +61,7 @@ def _attack(options: argparse.Namespace) -> list[Path]:
 def _names(options: argparse.Namespace) -> Sequence[str]:
     known: Sequence[str] = ("1",)
     if options.paper != "dp-fedsofim":
-        known = tuple(dp_fednew.TABLES if options.paper == "dp-fednew" else fedceo.tables())
+        known = tuple(dp_fednew.TABLES if options.paper == "dp-fednew" else fedceo.TABLES)
     if options.table is None:
         return known
     if options.table not in known:
@@ -77,7 +77,7 @@ def _table(options: argparse.Namespace, name: str) -> Table:
     if options.paper == "dp-fedsofim":
         table = dp_fedsofim.table()
     elif options.paper == "fedceo":
-        table = fedceo.tables(options.rounds, options.local_epochs)[name]
+        table = fedceo.table(name, options.rounds, options.local_epochs)
     else:
         make = dp_fednew.TABLES[name]
         table = make(options.clients) if options.clients else make()
@@ -112,7 +112,7 @@ def _write(options: argparse.Namespace, table: Table, results: Sequence[Result])
     text = report.markdown(title, table.notes, results, where)
     if table.by_round is not None:
         text += report.rounds_table(results, table.by_round)
-    write_text(files[1], text)
+    write_text(files[1], text + table.appendix)
     report.draw(title, results, files[2])
     return files
 

@@ -85,6 +85,7 @@ class Table:
 
     validation: training records that are held out to choose settings by.
     by_round: the paper's figures at every tenth round, by row and budget, if it prints them.
+    appendix: Markdown behind the table.
     """
 
     paper: str
@@ -94,6 +95,7 @@ class Table:
     validation: int
     notes: tuple[str, ...]
     by_round: Mapping[str, Mapping[float | None, tuple[float, ...]]] | None = None
+    appendix: str = ""
 
     def at(self, epsilons: Sequence[float]) -> Table:
         """Return the part of it at ``epsilons``; raise ValueError if it has none of them."""
