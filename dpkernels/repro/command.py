@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--table",
         help="dp-kfc: 1, 2, 5, 6 or 7; tuned: our own settings; search: their choice; dp-fednew: "
-        "8, 5, views, features, synthetic or users; dp-fedsofim: 1; fedceo: 1, 3, 5 or epsilon "
-        "(federated papers by default: all)",
+        "8, 5, views, features, synthetic or users; dp-fedsofim: 1; fedceo: 1, 3, 5, "
+        "epsilon, where or why (federated papers by default: all but why)",
     )
     add("--epsilon", type=float, nargs="+", help="budgets (default: the table's)")
     add("--methods", nargs="+", help="as dpkernels train names them (default: the table's)")

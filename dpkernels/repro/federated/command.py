@@ -31,6 +31,8 @@ def run(options: argparse.Namespace) -> list[Path]:
     folder_of(None)
     if options.attack:
         return _attack(options)
+    if options.paper == "fedceo" and options.table == "why":
+        return fedceo.why(options.output, options.rounds, options.local_epochs)
     tables = [_table(options, name) for name in _names(options)]
     runs = options.runs or Path("runs") / options.paper
     written: list[Path] = []

@@ -201,8 +201,8 @@ def _problem(run: Run) -> Problem:
     return network_problem(place.model, data, parts, run.seed)
 
 
-def federation_of(run: Run) -> Federation:
-    """Return the federation before its first round."""
+def federation_of(run: Run, algorithm: Algorithm | None = None) -> Federation:
+    """Return the federation before its first round; algorithm: in place of the run's own."""
     place, problem = run.place, _problem(run)
     count = len(_data_of(place, run.validation).y)
     terms = Terms(
@@ -217,7 +217,7 @@ def federation_of(run: Run) -> Federation:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*with the fixed seed")
         return Federation(
-            algorithm_of(run),
+            algorithm or algorithm_of(run),
             problem,
             terms,
             epsilon=run.epsilon,
