@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from dpkernels.repro.federated.runs import (
+    ALGORITHMS,
     Outcome,
     Place,
     Run,
@@ -204,12 +205,19 @@ def final_runs(cell: Cell, chosen: Chosen, seeds: int) -> list[Run]:
             seed,
             0,
             chosen.centre,
-            # An evaluation of a network costs as much as a few of its rounds.
-            every=max(10, chosen.rounds // 10),
+            every=_every(cell.row.algorithm, chosen.rounds),
             sigma=cell.sigma,
         )
         for seed in range(seeds)
     ]
+
+
+def _every(algorithm: str, rounds: int) -> int:
+    """Return rounds between evaluations: of a network's they cost as much as a few rounds.
+
+    Models of every client cost as much as all rounds do: they are evaluated at the end.
+    """
+    return rounds if ALGORITHMS[algorithm].personal else max(10, rounds // 10)
 
 
 def conduct(
