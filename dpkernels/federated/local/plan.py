@@ -6,29 +6,33 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpkernels.federated.local.chain import Chain, chain_of
+from dpkernels.federated.local.network import network_of
 from dpkernels.federated.local.vmapped import unmapped
 from dpkernels.federated.problem import LocalSGD
+from dpkernels.ops.network_sgd import Layer, is_compiled
 
-Way = Literal["stacked", "vmapped", "looped"]
+Way = Literal["stacked", "chained", "vmapped", "looped"]
 
 
 @dataclass(frozen=True)
 class Plan:
     """How local training is computed.
 
-    way: ``stacked`` (one product per layer for all clients), ``vmapped`` (``torch.func`` over
-        clients), or ``looped`` (one client after the other).
-    reason: why, for people. chain: of a stacked model.
+    way: ``stacked`` (one product per layer for all clients), ``chained`` (compiled code, a client
+        in each thread), ``vmapped`` (``torch.func`` over clients), or ``looped`` (one client after
+        the other, by autograd).
+    reason: why, for people. chain: of a stacked model. network: of a chained one.
     spanned: whether the first layer is kept as coefficients of the records (``gram.py``).
     """
 
     way: Way
     reason: str
     chain: Chain = ()
+    network: tuple[Layer, ...] = ()
     spanned: bool = False
 
     def __str__(self) -> str:
@@ -55,42 +59,48 @@ def plan_of(
     ways = get_args(Way)
     if asked is not None and asked not in ways:
         raise ValueError(f"plan_of: asked must be one of {', '.join(ways)}, got {asked!r}")
-    possible, why_not = _possible(model, record, cross_entropy)
+    chain: Chain | str = "the loss is not the summed cross-entropy"
+    network: tuple[Layer, ...] | str = chain
+    mapped: str | None = chain
+    if cross_entropy:
+        chain, network = chain_of(model, record), _network(model, record)
+        mapped = unmapped(model)
+    why_not = {"stacked": chain, "chained": network, "vmapped": mapped}
+    why_not = {way: why for way, why in why_not.items() if isinstance(why, str)}
+    possible = [way for way in ways if way not in why_not]
     if asked is not None and asked not in possible:
         raise ValueError(
             f"plan_of: {asked} does not take this model: {why_not[asked]}; it can be "
             f"{', '.join(possible)}"
         )
-    chain = possible.get("stacked")
-    if chain is not None and asked in (None, "stacked"):
+    if isinstance(chain, tuple) and asked in (None, "stacked"):
         spanned, why = _spanned(chain, local, counts, grams_kept)
-        return Plan("stacked", f"a chain of linear layers, one product each; {why}", chain, spanned)
+        reason = f"a chain of linear layers, one product each; {why}"
+        return Plan("stacked", reason, chain, spanned=spanned)
+    if isinstance(network, tuple) and asked in (None, "chained"):
+        return Plan("chained", _CHAINED, network=network)
     if asked is not None:
         return Plan(asked, "asked for")
     if "vmapped" in possible:
-        return _mapped_or_looped(model, record, local, counts)
-    return Plan("looped", f"not stacked: {why_not['stacked']}; {why_not['vmapped']}")
+        mapped = _mapped_or_looped(model, record, local, counts)
+        return Plan(mapped.way, f"not chained: {why_not['chained']}; {mapped.reason}")
+    reasons = "; ".join(dict.fromkeys(why_not.values()))
+    return Plan("looped", f"not stacked, chained or mapped: {reasons}")
 
 
-def _possible(
-    model: nn.Module, record: tuple[int, ...], cross_entropy: bool
-) -> tuple[dict[Way, Chain], dict[Way, str]]:
-    possible: dict[Way, Chain] = {"looped": ()}
-    if not cross_entropy:
-        other = "the loss is not the summed cross-entropy"
-        return possible, {"stacked": other, "vmapped": other}
-    why_not: dict[Way, str] = {}
-    chain = chain_of(model, record)
-    if isinstance(chain, str):
-        why_not["stacked"] = chain
-    else:
-        possible["stacked"] = chain
-    reason = unmapped(model)
-    if reason is None:
-        possible["vmapped"] = ()
-    else:
-        why_not["vmapped"] = reason
-    return possible, why_not
+# Measured on one core, interleaved with the loop: see benchmarks/federated/local.py.
+_CHAINED = "convolutions, then linear layers, in a row: compiled, a client in each thread"
+
+
+def _network(model: nn.Module, record: tuple[int, ...]) -> tuple[Layer, ...] | str:
+    like = next(model.parameters(), None)
+    if like is None or not _compiled(like):
+        return "there is no compiled code for its parameters"
+    return network_of(model, record)
+
+
+def _compiled(like: Tensor) -> bool:
+    return like.device.type == "cpu" and is_compiled(like)
 
 
 # Without compiled code, gathering rows of K takes 7% of the product's time at n = 500 while the
