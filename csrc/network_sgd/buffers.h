@@ -44,15 +44,15 @@ struct Buffers {
   std::vector<ImageBuffers<T>> images;
   std::vector<FlatBuffers<T>> flats;
   T *z, *d, *frame_back;  // of one record in any image layer
-  int32_t *begin, *output, *fill, *fill_output;
-  T *value, *fill_value;
+  int32_t *begin, *output;
+  T* value;
   Parts parts;
 
   Buffers(void* memory, const Network& network, const std::vector<ImageLayer>& layers)
       : parts(memory) {
     const int64_t batch = network.batch_size;
     parameters = parts.take<T>(network.parameters);
-    int64_t z_size = 0, d_size = 0, frame = 0, lists = 0, spread = 0;
+    int64_t z_size = 0, d_size = 0, frame = 0, lists = 0;
     for (const ImageLayer& image : layers) {
       const NetLayer& layer = image.layer;
       const bool is_conv = layer.kind == LayerKind::convolution;
@@ -68,7 +68,6 @@ struct Buffers {
       d_size = std::max(d_size, layer.features());
       frame = std::max(frame, image.frame);
       lists = std::max(lists, layer.pooled() * layer.window());
-      spread = std::max(spread, layer.window() * layer.outputs);
     }
     const int64_t first = static_cast<int64_t>(layers.size());
     for (int64_t l = first; l < network.depth; ++l) {
@@ -81,11 +80,8 @@ struct Buffers {
     d = parts.take<T>(d_size);
     frame_back = parts.take<T>(frame + kSlack);
     begin = parts.take<int32_t>(lists + 1);
-    output = parts.take<int32_t>(d_size + 1);
-    value = parts.take<T>(d_size + 1);
-    fill = parts.take<int32_t>(256);
-    fill_output = parts.take<int32_t>(spread + 1);
-    fill_value = parts.take<T>(spread + 1);
+    output = parts.take<int32_t>(d_size + kSlack);
+    value = parts.take<T>(d_size + kSlack);
   }
 
  private:

@@ -32,23 +32,11 @@ struct Kernels {
   decltype(&portable::drop_by_words<T>) drop_by_words = DPK_FOR_ISA(isa, drop_by_words<T>);
   decltype(&portable::add_rows<T>) add_rows = DPK_FOR_ISA(isa, add_rows<T>);
   decltype(&portable::linear_forward<T>) linear_forward = DPK_FOR_ISA(isa, linear_forward<T>);
+  decltype(&portable::list_by_place<T>) list_by_place = DPK_FOR_ISA(isa, list_by_place<T>);
+  decltype(&portable::turn<T>) turn = DPK_FOR_ISA(isa, turn<T>);
+  decltype(&portable::subtract<T>) subtract = DPK_FOR_ISA(isa, subtract<T>);
   decltype(&portable::linear_back<T>) linear_back = DPK_FOR_ISA(isa, linear_back<T>);
 };
-
-// to [b, a] = from [a, b]. In squares, so that the lines of neither side are fetched twice.
-template <class T>
-void transpose(const T* from, int64_t a, int64_t b, T* to) {
-  constexpr int64_t kSquare = 16;
-  for (int64_t i = 0; i < a; i += kSquare) {
-    const int64_t rows = std::min(a, i + kSquare);
-    for (int64_t j = 0; j < b; j += kSquare) {
-      const int64_t columns = std::min(b, j + kSquare);
-      for (int64_t column = j; column < columns; ++column) {
-        for (int64_t row = i; row < rows; ++row) to[column * a + row] = from[row * b + column];
-      }
-    }
-  }
-}
 
 // The network as all clients share it.
 template <class T>
@@ -98,9 +86,10 @@ class Training {
       step(client, begin, std::min(network.batch_size, client.count - begin));
     }
     for (int64_t l = 0; l < s_.first_flat(); ++l) pack(l);
-    const T* const w = buffers_.parameters;
-    for (int64_t j = 0; j < network.parameters; ++j) {
-      client.after[j] = client.start == nullptr ? w[j] : w[j] - client.start[j];
+    if (client.start == nullptr) {
+      std::copy_n(buffers_.parameters, network.parameters, client.after);
+    } else {
+      k_.subtract(buffers_.parameters, client.start, network.parameters, client.after);
     }
   }
 
@@ -202,7 +191,7 @@ class Training {
       std::copy_n(record, size, buffers_.flats[0].inputs + r * size);
       return;
     }
-    transpose(record, own.channels, pixels, buffers_.z);
+    k_.turn(record, own.channels, pixels, buffers_.z);
     into_frame(0, buffers_.z, r);
   }
 
@@ -281,7 +270,7 @@ class Training {
     if (l + 1 < s_.first_flat()) {
       into_frame(l + 1, made, r);
     } else {
-      transpose(made, own.pooled(), own.outputs, buffers_.flats[0].inputs + r * features);
+      k_.turn(made, own.pooled(), own.outputs, buffers_.flats[0].inputs + r * features);
     }
   }
 
@@ -329,7 +318,7 @@ class Training {
     const int64_t features = own.features();
     T* const d = buffers_.d;
     if (l + 1 == s_.first_flat()) {
-      transpose(buffers_.flats[0].back + r * features, own.outputs, own.pooled(), d);
+      k_.turn(buffers_.flats[0].back + r * features, own.outputs, own.pooled(), d);
     } else {
       out_of_frame(l + 1, d);
     }
@@ -373,37 +362,9 @@ class Training {
   CameBack<T> listed(int64_t l, int64_t r) {
     const ImageLayer& image = s_.images[l];
     const NetLayer& own = image.layer;
-    const int64_t window = own.window(), outputs = own.outputs;
-    const uint8_t* const which = buffers_.images[l].which + r * own.features();
-    int32_t end = 0;
-    buffers_.begin[0] = 0;
-    for (int64_t q = 0; q < own.pooled(); ++q) {
-      const T* const d = buffers_.d + q * outputs;
-      if (window == 1) {
-        for (int64_t o = 0; o < outputs; ++o) {
-          buffers_.output[end] = static_cast<int32_t>(o);
-          buffers_.value[end] = d[o];
-          end += d[o] != T(0);
-        }
-        buffers_.begin[q + 1] = end;
-        continue;
-      }
-      std::fill_n(buffers_.fill, window, 0);
-      for (int64_t o = 0; o < outputs; ++o) {
-        const int64_t place = which[q * outputs + o];
-        const int64_t slot = place * outputs + buffers_.fill[place];
-        buffers_.fill_output[slot] = static_cast<int32_t>(o);
-        buffers_.fill_value[slot] = d[o];
-        buffers_.fill[place] += d[o] != T(0);
-      }
-      for (int64_t place = 0; place < window; ++place) {
-        const int32_t count = buffers_.fill[place];
-        std::copy_n(buffers_.fill_output + place * outputs, count, buffers_.output + end);
-        std::copy_n(buffers_.fill_value + place * outputs, count, buffers_.value + end);
-        end += count;
-        buffers_.begin[q * window + place + 1] = end;
-      }
-    }
+    const int64_t window = own.window();
+    k_.list_by_place(buffers_.d, buffers_.images[l].which + r * own.features(), own.pooled(),
+                     window, own.outputs, buffers_.begin, buffers_.output, buffers_.value);
     return {own.pooled() * window, image.list_at.data(), buffers_.begin, buffers_.output,
             buffers_.value};
   }

@@ -349,3 +349,88 @@ void linear_back(int64_t records, int64_t inputs, int64_t outputs, const T* d, c
     }
   }
 }
+
+// Appends the numbers of d [outputs] that are not zero, and whose place is `place` if which is not
+// null, to output and value; returns how many. Writes up to a vector past them.
+template <class T>
+inline int32_t append(const T* d, const uint8_t* which, int place, int64_t outputs, int32_t* output,
+                      T* value) {
+  int32_t count = 0;
+  for (int64_t o = 0; o < outputs; ++o) {
+    output[count] = int32_t(o);
+    value[count] = d[o];
+    count += d[o] != T(0) && (which == nullptr || which[o] == place);
+  }
+  return count;
+}
+
+#if DPK_VECTOR_BYTES == 64
+// Compressed in registers: element by element, lists took a seventh of a step's time.
+inline int32_t append(const float* d, const uint8_t* which, int place, int64_t outputs,
+                      int32_t* output, float* value) {
+  int32_t count = 0;
+  __m512i names = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  for (int64_t o = 0; o < outputs; o += 16) {
+    const __mmask16 there = outputs - o < 16 ? __mmask16((1u << (outputs - o)) - 1) : 0xffff;
+    const __m512 v = _mm512_maskz_loadu_ps(there, d + o);
+    // Unordered is unequal: NaN goes on.
+    __mmask16 taken = _mm512_cmp_ps_mask(v, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+    if (which != nullptr) {
+      const __m128i places = _mm_maskz_loadu_epi8(there, which + o);
+      taken &= _mm_cmpeq_epi8_mask(places, _mm_set1_epi8(char(place)));
+    }
+    _mm512_storeu_si512(output + count, _mm512_maskz_compress_epi32(taken, names));
+    _mm512_storeu_ps(value + count, _mm512_maskz_compress_ps(taken, v));
+    count += __builtin_popcount(taken);
+    names = _mm512_add_epi32(names, _mm512_set1_epi32(16));
+  }
+  return count;
+}
+#endif
+
+// Lists the numbers of d [pooled, outputs] that are not zero by the place that each belongs to:
+// list q * window + place is [begin, begin + 1) of output and value.
+template <class T>
+void list_by_place(const T* d, const uint8_t* which, int64_t pooled, int64_t window,
+                   int64_t outputs, int32_t* begin, int32_t* output, T* value) {
+  int32_t end = 0;
+  *begin = 0;
+  for (int64_t q = 0; q < pooled; ++q) {
+    for (int place = 0; place < window; ++place) {
+      const uint8_t* const own = window == 1 ? nullptr : which + q * outputs;
+      end += append(d + q * outputs, own, place, outputs, output + end, value + end);
+      *++begin = end;
+    }
+  }
+}
+
+// to [b, a] = from [a, b].
+template <class T>
+void turn(const T* from, int64_t a, int64_t b, T* to) {
+  // Never passed by value: four doubles are more than a register of the portable path.
+  typedef T V4 __attribute__((vector_size(4 * sizeof(T))));
+  int64_t i = 0;
+  for (; i + 4 <= a; i += 4) {
+    int64_t j = 0;
+    for (; j + 4 <= b; j += 4) {
+      V4 rows[4];
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) __builtin_memcpy(&rows[r], from + (i + r) * b + j, sizeof(V4));
+      transpose(rows[0], rows[1], rows[2], rows[3]);
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) __builtin_memcpy(to + (j + r) * a + i, &rows[r], sizeof(V4));
+    }
+    for (; j < b; ++j) {
+      for (int r = 0; r < 4; ++r) to[j * a + i + r] = from[(i + r) * b + j];
+    }
+  }
+  for (; i < a; ++i) {
+    for (int64_t j = 0; j < b; ++j) to[j * a + i] = from[i * b + j];
+  }
+}
+
+// to = a - b.
+template <class T>
+void subtract(const T* a, const T* b, int64_t count, T* to) {
+  for (int64_t j = 0; j < count; ++j) to[j] = a[j] - b[j];
+}

@@ -59,14 +59,15 @@ def plan_of(
     ways = get_args(Way)
     if asked is not None and asked not in ways:
         raise ValueError(f"plan_of: asked must be one of {', '.join(ways)}, got {asked!r}")
-    chain: Chain | str = "the loss is not the summed cross-entropy"
-    network: tuple[Layer, ...] | str = chain
-    mapped: str | None = chain
-    if cross_entropy:
-        chain, network = chain_of(model, record), _network(model, record)
-        mapped = unmapped(model)
-    why_not = {"stacked": chain, "chained": network, "vmapped": mapped}
-    why_not = {way: why for way, why in why_not.items() if isinstance(why, str)}
+    other = "the loss is not the summed cross-entropy"
+    chain = chain_of(model, record) if cross_entropy else other
+    network = _network(model, record) if cross_entropy else other
+    reasons = {
+        "stacked": chain,
+        "chained": network,
+        "vmapped": unmapped(model) if cross_entropy else other,
+    }
+    why_not = {way: why for way, why in reasons.items() if isinstance(why, str)}
     possible = [way for way in ways if way not in why_not]
     if asked is not None and asked not in possible:
         raise ValueError(
@@ -82,10 +83,10 @@ def plan_of(
     if asked is not None:
         return Plan(asked, "asked for")
     if "vmapped" in possible:
-        mapped = _mapped_or_looped(model, record, local, counts)
-        return Plan(mapped.way, f"not chained: {why_not['chained']}; {mapped.reason}")
-    reasons = "; ".join(dict.fromkeys(why_not.values()))
-    return Plan("looped", f"not stacked, chained or mapped: {reasons}")
+        plan = _mapped_or_looped(model, record, local, counts)
+        return Plan(plan.way, f"not chained: {why_not['chained']}; {plan.reason}")
+    all_of_them = "; ".join(dict.fromkeys(why_not.values()))
+    return Plan("looped", f"not stacked, chained or mapped: {all_of_them}")
 
 
 # Measured on one core, interleaved with the loop: see benchmarks/federated/local.py.
