@@ -213,7 +213,10 @@ inline void dot_tile(int64_t k, const T* weight, int64_t ldw, int64_t outputs, c
   for (; p + kLanesOfV <= k; p += kLanesOfV) {
     V row[kDotOutputs];
 #pragma GCC unroll 4
-    for (int i = 0; i < kDotOutputs; ++i) row[i] = load_as<V>(w[i] + p);
+    for (int i = 0; i < kDotOutputs; ++i) {
+      row[i] = load_as<V>(w[i] + p);
+      __builtin_prefetch(w[i] + kDotOutputs * ldw + p);
+    }
 #pragma GCC unroll 5
     for (int r = 0; r < kDotRecords; ++r) {
       const V own = load_as<V>(a[r] + p);
@@ -267,6 +270,8 @@ DPK_INLINE void rows_back(int64_t records, const T* d, int64_t ldd, const T* x, 
 #pragma GCC unroll 2
     for (int v = 0; v < Vectors; ++v) {
       old[i][v] = load_as<V>(weight + i * ld + v * kLanesOfV);
+      // Rows are far apart, and no prefetcher goes from one group of them to the next.
+      __builtin_prefetch(weight + (Rows + i) * ld + v * kLanesOfV, 1);
       sums[i][v] = V{};
     }
   }
