@@ -452,8 +452,9 @@ def network_epoch_(draw: Draw) -> Arguments:
         numbers = [[random.randrange(end) for _ in range(most)] for _ in counts]
         return torch.tensor(numbers, dtype=torch.int64).view(clients, most)
 
+    generator = torch.Generator().manual_seed(random.getrandbits(32))
     masks = [
-        torch.randint(layer.levels, (clients, most, layer.features)).to(
+        torch.randint(layer.levels, (clients, most, layer.features), generator=generator).to(
             torch.uint8 if layer.levels == 256 else torch.uint16
         )
         for layer in layers
@@ -480,12 +481,12 @@ def _network(draw: Draw) -> tuple[list[Layer], int]:
     random, layers, begin = draw.random, list[Layer](), 0
     image = random.randint(1, 5), random.randint(1, 7), random.randint(1, 7)
     for _ in range(random.randint(0, 2)):
-        kernel, pool = _window(draw, image[1:], 3), Window()
+        kernel, pool = _fitting_window(draw, image[1:], 3), Window()
         convolution = draw.flag()
         outputs = random.randint(1, 40) if convolution else image[0]
         kernel = kernel if convolution else Window()
         if draw.flag():
-            pool = _window(draw, kernel.over(image[1:]), 3, padded=False)
+            pool = _fitting_window(draw, kernel.over(image[1:]), 3, padded=False)
         activation = draw.one_of(("none", "relu", "tanh"))
         kind = "convolution" if convolution else "pass"
         layer = Layer(kind, image, outputs, kernel, begin, None, activation, pool)
@@ -502,7 +503,7 @@ def _network(draw: Draw) -> tuple[list[Layer], int]:
     return layers, begin
 
 
-def _window(draw: Draw, size: tuple[int, int], most: int, padded: bool = True) -> Window:
+def _fitting_window(draw: Draw, size: tuple[int, int], most: int, padded: bool = True) -> Window:
     """Return a window that fits an image of ``size``."""
     random = draw.random
     padding = (random.randint(0, 2), random.randint(0, 2)) if padded else (0, 0)
