@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from benchmarks.registry import Case, Form, Inputs, Outputs, Target
 from dpkernels.federated.local import network_of
@@ -65,9 +64,9 @@ def _case(records: int) -> Case:
         return outputs
 
     def plain(inputs: Inputs, outputs: Outputs) -> Outputs:
-        theta, *tables = inputs
-        rest: tuple[list[Tensor], list[int]] = [], numbers
-        plain_epoch(outputs[0], theta, *tables, counts, *rest, BATCH, 0.01, True, True)
+        theta, images, rows, labels = inputs
+        tables = theta, images, rows, labels
+        plain_epoch(outputs[0], *tables, counts, [], numbers, BATCH, 0.01, True, True)
         return outputs
 
     def truth(inputs: Inputs) -> Outputs:

@@ -2,8 +2,8 @@
 
 Forms of the MLP: ours as planned; ours with the first layer by its weights, which shows what
 batching alone gives; ours client by client, which shows what coefficients of the records alone
-give; and the loop. LeNet-5 has no hand-written loop: its rows compare
-ours with PyTorch's own passes, looped and mapped over clients.
+give; and the loop. LeNet-5 has no hand-written loop: its rows compare ours with PyTorch's own
+passes, looped and mapped over clients.
 """
 
 from __future__ import annotations
