@@ -303,7 +303,8 @@ class Training {
       std::copy_n(d, size * own.channels, flat.back);
       return;
     }
-    // The block's part of inputs and of what comes back: 20 of 32 KiB of the first-level cache.
+    // The block's part of inputs and of what comes back: 20 of 32 KiB of the first-level
+    // cache. By size, not tuned.
     const int64_t fit = 20480 / static_cast<int64_t>(sizeof(T)) / (2 * size) / 32 * 32;
     k_.linear_back(size, own.channels, own.outputs, d, flat.inputs,
                    l > s_.trained ? flat.back : nullptr, weight(l),

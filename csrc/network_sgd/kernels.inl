@@ -241,8 +241,8 @@ inline void dot_tile(int64_t k, const T* weight, int64_t ldw, int64_t outputs, c
 
 // out [records, outputs] = x [records, inputs] weight^T; weight [outputs, inputs].
 //
-// Dot products, because weights are used once for a small batch: packing them, as gemm does, would
-// cost as much as the product.
+// Dot products, because a small batch uses each weight a few times only, and gemm would pack all of
+// them first. Not measured against gemm.
 template <class T>
 void linear_forward(int64_t records, int64_t inputs, int64_t outputs, const T* x, const T* weight,
                     T* out) {
@@ -370,7 +370,8 @@ inline int32_t append(const T* d, const uint8_t* which, int place, int64_t outpu
 }
 
 #if DPK_VECTOR_BYTES == 64
-// Compressed in registers: element by element, lists took a seventh of a step's time.
+// Compressed in registers. Listing element by element, with what else is not in a kernel, took 23%
+// of the samples of a profile; listing like this takes 3%.
 inline int32_t append(const float* d, const uint8_t* which, int place, int64_t outputs,
                       int32_t* output, float* value) {
   int32_t count = 0;

@@ -24,11 +24,11 @@ struct CameBack {
 };
 
 // Inputs of a linear layer that are multiplied at a time: those of 10 records take 20 of 32 KiB of
-// the first-level cache.
+// the first-level cache. By size, not tuned.
 constexpr int64_t kDotDepth = 512;
 
 // Vectors of a patch that go back at a time: with 64 outputs, their weights take 24 of 32 KiB of
-// the first-level cache.
+// the first-level cache. By size, not tuned.
 constexpr int64_t kMostPieces = 6;
 
 constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }

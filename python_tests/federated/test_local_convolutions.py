@@ -258,6 +258,9 @@ def test_the_plan_takes_what_it_can_and_says_why_not():
     assert lenet.way == "chained" and "compiled" in lenet.reason
     assert plan_of(lenet5(10), (3, 32, 32), local, [5]).way == "chained"
     assert plan_of(lenet5(10), (3, 32, 32), local, ten, asked="looped").way == "looped"
+    dense = plan_of(strided(), IMAGE, local, ten)
+    assert dense.way in ("looped", "vmapped") and "neither ReLU nor a pool" in dense.reason
+    assert plan_of(strided(), IMAGE, local, ten, asked="chained").way == "chained"
     half = plan_of(lenet5(10).half(), (3, 32, 32), local, [5])
     assert half.way == "looped" and "no compiled code" in half.reason
     with pytest.raises(ValueError, match=r"chained does not take this model: .*loss"):
