@@ -2,8 +2,8 @@
 
 Forms of the MLP: ours as planned; ours with the first layer by its weights, which shows what
 batching alone gives; ours client by client, which shows what coefficients of the records alone
-give; and the loop. LeNet-5 has no hand-written loop: its rows say how near the products' peak
-PyTorch's own passes come.
+give; and the loop. LeNet-5 has no hand-written loop: its rows compare ours with PyTorch's own
+passes, looped and mapped over clients.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def forms_of(case: Case) -> tuple[dict[str, Form], str]:
     cohort = problem.cohort(torch.arange(_CLIENTS))
     plan = problem.local_plan(cohort, local)
     if case.features is None:
-        ways = {f"ours, {way}": problem_of(case, way) for way in ("looped", "vmapped")}
+        ways = {f"ours, {way}": problem_of(case, way) for way in ("chained", "looped", "vmapped")}
         return {name: _updates(p, local, seeds) for name, p in ways.items()}, str(plan)
     theta, x, y = problem.initial(), problem._x, problem._y
     edge = 64 * case.features

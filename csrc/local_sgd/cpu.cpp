@@ -1,8 +1,8 @@
 #include <algorithm>
-#include <cmath>
 
 #include "common/element.h"
 #include "common/gemm.h"
+#include "common/softmax.h"
 #include "local_sgd/local_sgd.h"
 #define DPK_KERNELS "local_sgd/kernels.inl"
 #include "common/for_each_isa.h"
@@ -37,18 +37,6 @@ struct Kernels {
   decltype(&portable::back_through<T>) back_through = DPK_FOR_ISA(isa, back_through<T>);
   decltype(&portable::add_row<T>) add_row = DPK_FOR_ISA(isa, add_row<T>);
 };
-
-// logits = scale (softmax(logits) - one-hot), [classes].
-template <class T>
-void softmax_residuals(int64_t classes, int64_t label, T scale, T* logits) {
-  T top = logits[0];
-  for (int64_t c = 1; c < classes; ++c) top = std::max(top, logits[c]);
-  T total = T(0);
-  for (int64_t c = 0; c < classes; ++c) total += logits[c] = std::exp(logits[c] - top);
-  const T factor = scale / total;
-  for (int64_t c = 0; c < classes; ++c) logits[c] *= factor;
-  logits[label] -= scale;
-}
 
 // One batch, of `size` records from position `begin` of the epoch.
 template <class T>

@@ -17,6 +17,7 @@ from dpkernels.federated.local import (
     Plan,
     Way,
     chain_of,
+    chained_updates,
     clipped_sums,
     plan_of,
     stacked_updates,
@@ -192,6 +193,9 @@ class ModelProblem(Problem):
             return vmapped_updates(
                 self.model, self.layers, self._x, self._y, cohort.held, theta, local, chosen
             )
+        if plan.way == "chained":
+            held = cohort.held
+            return chained_updates(plan.network, self._x, self._y, held, theta, local, chosen)
         ids, held = cohort.ids.tolist(), cohort.held
         return stacked_updates(
             plan.chain,

@@ -286,9 +286,9 @@ def test_the_plan_names_its_way_and_why():
     assert (once.way, once.spanned) == ("stacked", False) and "by its weights" in once.reason
     many = plan(mlp(784, 26), (784,), [6000] * 10)
     assert not many.spanned
-    conv = plan(lenet5(10), (3, 32, 32))
-    assert conv.way == "looped" and "MFlop" in conv.reason
-    small = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+    conv = plan(nn.Sequential(nn.Sigmoid(), lenet5(10)), (3, 32, 32))
+    assert conv.way == "looped" and "MFlop" in conv.reason and "Sigmoid" in conv.reason
+    small = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Sigmoid(), nn.Flatten(), nn.Linear(144, 10))
     mapped = plan(small, (1, 8, 8), local=LocalSGD(1, 8))
     assert mapped.way == "vmapped" and "shared by 10" in mapped.reason
     assert plan(small, (1, 8, 8), [9, 0], local=LocalSGD(1, 8)).way == "looped"
@@ -298,7 +298,7 @@ def test_the_plan_names_its_way_and_why():
     assert other.way == "looped" and "loss" in other.reason
     with pytest.raises(ValueError, match=r"stacked does not take this model: .*; it can be looped"):
         plan(lstm(50, 2), (64,), asked="stacked")
-    with pytest.raises(ValueError, match="must be one of stacked, vmapped, looped"):
+    with pytest.raises(ValueError, match="must be one of stacked, chained, vmapped, looped"):
         plan(mlp(784, 26), (784,), asked="fast")
 
 

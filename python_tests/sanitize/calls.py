@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dpkernels.ops.network_sgd import Layer, Window
 from python_tests.sanitize.draw import COMPILED_FLOATS, FLOATS, Draw, sum_dtype
 
 Arguments = list[Any]
@@ -431,3 +433,81 @@ def two_layer_epoch_(draw: Draw) -> Arguments:
         random.randint(1, 9),
         0.1,
     ]
+
+
+@call
+def network_epoch_(draw: Draw) -> Arguments:
+    dtype, random = draw.one_of((torch.float32, torch.float64)), draw.random
+    counts = [draw.size(most=9) for _ in range(random.randint(1, 4))]
+    clients, most = len(counts), max(counts)
+    layers, begin = _network(draw)
+    size, classes = max(1, begin), layers[-1].outputs
+    channels, height, width = layers[0].image
+    total = random.randint(1, 12)
+
+    def dense(*shape: int) -> Tensor:
+        return draw.tensor(*shape, dtype=dtype).contiguous()
+
+    def table(end: int) -> Tensor:
+        numbers = [[random.randrange(end) for _ in range(most)] for _ in counts]
+        return torch.tensor(numbers, dtype=torch.int64).view(clients, most)
+
+    generator = torch.Generator().manual_seed(random.getrandbits(32))
+    masks = [
+        torch.randint(layer.levels, (clients, most, layer.features), generator=generator).to(
+            torch.uint8 if layer.levels == 256 else torch.uint16
+        )
+        for layer in layers
+        if layer.levels
+    ]
+    return [
+        dense(clients, size),
+        dense(draw.one_of((1, clients)), size),
+        dense(total, channels * height * width),
+        table(total),
+        table(classes),
+        counts,
+        masks,
+        [number for layer in layers for number in layer.numbers()],
+        random.randint(1, 5),
+        0.1,
+        draw.flag(),
+        draw.flag(),
+    ]
+
+
+def _network(draw: Draw) -> tuple[list[Layer], int]:
+    """Return up to two layers of images and one or two flat ones, and how many parameters."""
+    random, layers, begin = draw.random, list[Layer](), 0
+    image = random.randint(1, 5), random.randint(1, 7), random.randint(1, 7)
+    for _ in range(random.randint(0, 2)):
+        kernel, pool = _fitting_window(draw, image[1:], 3), Window()
+        convolution = draw.flag()
+        outputs = random.randint(1, 40) if convolution else image[0]
+        kernel = kernel if convolution else Window()
+        if draw.flag():
+            pool = _fitting_window(draw, kernel.over(image[1:]), 3, padded=False)
+        activation = draw.one_of(("none", "relu", "tanh"))
+        kind = "convolution" if convolution else "pass"
+        layer = Layer(kind, image, outputs, kernel, begin, None, activation, pool)
+        if convolution:
+            begin += outputs * image[0] * kernel.size[0] * kernel.size[1]
+            if draw.flag():
+                layer, begin = replace(layer, bias=begin), begin + outputs
+        layers.append(layer.dropping(draw.one_of((0.5, 0.3))) if draw.flag() else layer)
+        image = layer.made
+    inputs = image[0] * image[1] * image[2]
+    for outputs in [random.randint(1, 40)] * draw.flag() + [random.randint(1, 12)]:
+        layers.append(Layer("linear", (inputs, 1, 1), outputs, weight=begin))
+        begin, inputs = begin + inputs * outputs, outputs
+    return layers, begin
+
+
+def _fitting_window(draw: Draw, size: tuple[int, int], most: int, padded: bool = True) -> Window:
+    """Return a window that fits an image of ``size``."""
+    random = draw.random
+    padding = (random.randint(0, 2), random.randint(0, 2)) if padded else (0, 0)
+    rows, columns = (
+        random.randint(1, min(most, n + 2 * p)) for n, p in zip(size, padding, strict=True)
+    )
+    return Window((rows, columns), (random.randint(1, 3), random.randint(1, 3)), padding)

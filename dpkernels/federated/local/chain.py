@@ -33,6 +33,8 @@ class Block:
 
 Chain = tuple[Block, ...]
 
+LINEAR_LAYERS = (nn.Flatten, nn.Linear, nn.ReLU, nn.Tanh, nn.Dropout, nn.Identity)
+
 
 def chain_of(model: nn.Module, record: tuple[int, ...]) -> Chain | str:
     """Return the blocks of ``model``, or what makes it another kind of model.
@@ -50,7 +52,7 @@ def chain_of(model: nn.Module, record: tuple[int, ...]) -> Chain | str:
     before: list[Elementwise] = []
     flat = len(record) == 1
     used: set[nn.Module] = set()
-    for module in _sequence(model):
+    for module in sequence(model, LINEAR_LAYERS):
         if isinstance(module, str):
             return module
         if type(module) is nn.Linear:
@@ -77,14 +79,14 @@ def chain_of(model: nn.Module, record: tuple[int, ...]) -> Chain | str:
     return tuple(blocks)
 
 
-def _sequence(model: nn.Module) -> Iterator[nn.Module | str]:
+def sequence(model: nn.Module, allowed: tuple[type[nn.Module], ...]) -> Iterator[nn.Module | str]:
     """Yield the layers of nested ``nn.Sequential`` in order, or why that is not all there is."""
     if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks:
         yield f"{type(model).__name__} has hooks"
     elif type(model) is nn.Sequential:
         for child in model:
-            yield from _sequence(child)
-    elif type(model) in (nn.Flatten, nn.Linear, nn.ReLU, nn.Tanh, nn.Dropout, nn.Identity):
+            yield from sequence(child, allowed)
+    elif type(model) in allowed:
         yield model
     else:
         yield f"{type(model).__name__} is no layer of a chain"
