@@ -52,6 +52,9 @@ _WAY_OUT = (
 # tolerance for the same arithmetic, 0.005 of a row in float32; and by so many roundings of the
 # largest product that there is, which may have cancelled.
 _ELSEWHERE, _ROUNDINGS = 16.0, 100.0
+# A norm divides by sqrt(eps) what has no variance: rows of nothing but rounding, which may come to
+# so many roundings of that product, divided likewise.
+_MAGNIFIED = 4.0
 # Random numbers that a model which draws some is tried out with: one order of a small batch may
 # happen to leave everything in its place.
 _SEEDS = (0, 1, 2)
@@ -99,7 +102,7 @@ class Trace:
         elsewhere: samples were in other places, where products round differently. Errors that
         cancel are nothing but rounding, so those are not compared then.
         """
-        scale = self._largest() if elsewhere else None
+        scale = (self._largest(), self._magnified()) if elsewhere else None
         where = None
         if not _all_same(self.outputs, other.outputs, scale):
             where = "after its last trained layer"
@@ -118,6 +121,11 @@ class Trace:
             weights = max(float(p.detach().norm()) for p in layer.parameters.values())
             found.append(_longest(inputs) * max(1.0, weights))
         return max(found)
+
+    def _magnified(self) -> float:
+        """Return how many times as large a norm of the model may make what it is given."""
+        norms = (getattr(layer.module, "eps", None) for layer, _ in self.inputs)
+        return max((eps**-0.5 for eps in norms if isinstance(eps, float) and eps > 0), default=1.0)
 
 
 def examine(
@@ -345,26 +353,31 @@ def _digest(x: Tensor, rows: Tensor) -> Tensor:
     return torch.stack([flat @ weights, norms, *constants], 1)
 
 
-def _all_same(these: Sequence[Tensor], those: Sequence[Tensor], scale: float | None) -> bool:
+def _all_same(
+    these: Sequence[Tensor], those: Sequence[Tensor], scale: tuple[float, float] | None
+) -> bool:
     pairs = zip(these, those, strict=False)
     return all(_same(a, b, scale) for a, b in pairs)
 
 
-def _same(a: Tensor, b: Tensor, scale: float | None) -> bool:
+def _same(a: Tensor, b: Tensor, scale: tuple[float, float] | None) -> bool:
     """Return whether two digests are of the same values, or cannot be compared.
 
     Equal arithmetic on equal rows gives equal bits on a CPU. On a GPU, sums in any order differ by
     roundings, which stay below the root of eps.
 
-    scale: of the forward pass, if rows are elsewhere.
+    scale: of the forward pass, and how much norms magnify, if rows are elsewhere.
     """
     if not torch.equal(a[:, 3], b[:, 3]):
         return True  # other lengths: a model that cuts the batch to its longest sample
     eps = a[:, 2]
-    tolerance = eps.sqrt() * torch.maximum(a[:, 1], b[:, 1])
+    norms, difference = torch.maximum(a[:, 1], b[:, 1]), (a[:, 0] - b[:, 0]).abs()
+    tolerance = eps.sqrt() * norms
+    close = difference <= tolerance
     if scale is not None:
-        tolerance = torch.maximum(_ELSEWHERE * tolerance, _ROUNDINGS * eps * scale)
-    close = (a[:, 0] - b[:, 0]).abs() <= tolerance
+        largest, magnified = scale
+        close = difference <= torch.maximum(_ELSEWHERE * tolerance, _ROUNDINGS * eps * largest)
+        close |= norms <= _MAGNIFIED * eps * largest * magnified
     return bool((close | ~(a.isfinite() & b.isfinite()).all(1)).all())
 
 

@@ -154,4 +154,6 @@ def test_microbatches_add_up_to_the_batch() -> None:
     x = torch.randn(40, 4)
     for count in (1, 7, 8, 9, 16, 17, 40):
         parts = list(x.tensor_split(count))
-        torch.testing.assert_close(released(model, parts), released(model, [x]))
+        # Sums come as float32, and are as good as that.
+        together, apart = released(model, [x]).float(), released(model, parts).float()
+        torch.testing.assert_close(apart, together)

@@ -85,7 +85,7 @@ def test_ppsgd_is_sgd_of_two_parts_with_one_gradient():
 def test_ppsgd_without_a_personal_rate_is_udp_fedavg():
     held = network()
     told = terms(held, "user")
-    runs = [finish(federation(a, held, told)) for a in (PPSGD(personal_lr=0.0), UDPFedAvg())]
+    runs = [finish(federation(a, held, told)) for a in (PPSGD(personal_lr=0.0), UDPFedAvg(lr=0.1))]
     torch.testing.assert_close(runs[0].model(), runs[1].model())
     assert not runs[0]._clients["personal"].any()
 
@@ -204,6 +204,6 @@ def test_one_model_for_all_has_no_personal_ones():
 
 def test_local_training_says_which_problems_have_it():
     held = problem()
-    run = federation(UDPFedAvg(), held, replace(terms(held, "user"), layers=held.layers))
+    run = federation(UDPFedAvg(lr=1.0), held, replace(terms(held, "user"), layers=held.layers))
     with pytest.raises(TypeError, match="take ModelProblem"):
         run.round()

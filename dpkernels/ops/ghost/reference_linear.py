@@ -52,10 +52,11 @@ def weighted_sum_(
     weights = factors.double()[:, None, None]
     a = torch.where(weights != 0, activations.double(), 0.0).flatten(0, 1)
     d = torch.where(weights != 0, errors.double() * weights, 0.0).flatten(0, 1)
+    product = d.T @ a
     homogeneous = a.shape[1] == out.shape[1] + 1
-    totals = [(out, d.T @ a[:, : out.shape[1]])]
+    totals = [(out, product[:, : out.shape[1]])]
     if bias_out is not None:
-        totals.append((bias_out, d.T @ a[:, -1] if homogeneous else d.sum(0)))
+        totals.append((bias_out, product[:, -1] if homogeneous else d.sum(0)))
     for target, total in totals:
         if accumulate:
             target.add_(total.to(target.dtype))
