@@ -2,50 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
-from torch import Tensor
 
 from benchmarks.federated.peers.asked import Noise
 from benchmarks.federated.peers.tasks import Task
-from dpkernels.federated import Algorithm, Federation, ModelProblem, Terms
-from dpkernels.federated.clipping import clip_rows
-from dpkernels.federated.contract import Query, Seen, Stage, Tensors, Visit
-from dpkernels.federated.problem import LocalSGD
+from dpkernels.federated import Federation, ModelProblem, Terms
+from dpkernels.federated.algorithms import UDPFedAvg
 from dpkernels.privacy.samplers import PoissonSampler
 
 # pfl-research's benchmark: 1,500 rounds for epsilon 2.
 _PLANNED, _EPSILON, _DELTA = 1500, 2.0, 1e-6
-
-
-@dataclass(frozen=True)
-class ClippedUpdates(Algorithm):
-    """Federated averaging: theta <- theta + the mean of clipped local updates with noise."""
-
-    name: ClassVar[str] = "clipped-updates"
-    local: LocalSGD
-    clip: float
-
-    def stages(self, terms: Terms) -> tuple[Stage, ...]:
-        """Return T rounds of clipped updates: a user moves the sum by ``clip`` at most."""
-        return (Stage("update", Query(terms.shape, self.clip), terms.rounds),)
-
-    def server_start(self, terms: Terms, theta: Tensor) -> Tensors:
-        """Return theta."""
-        return {"theta": theta}
-
-    def client(self, visit: Visit) -> tuple[Tensor, Tensors]:
-        """Return noisy clipped updates."""
-        moved = visit.problem.local_updates(
-            visit.cohort, visit.sent["theta"], self.local, visit.seeds()
-        )
-        return visit.noisy(clip_rows(moved, self.clip)), {}
-
-    def server(self, stage: Stage, terms: Terms, server: Tensors, seen: Seen) -> Tensors:
-        """Take one step."""
-        return {"theta": server["theta"] + seen.mean}
 
 
 def federation(task: Task, noise: Noise, epsilon: float | None = _EPSILON) -> Federation:
@@ -63,8 +29,15 @@ def federation(task: Task, noise: Noise, epsilon: float | None = _EPSILON) -> Fe
     terms = Terms(
         size.clients, size.records, problem.shape, _PLANNED, "user", "aggregate", "add-remove"
     )
+    algorithm = UDPFedAvg(
+        lr=1.0,
+        clip=task.clip,
+        local_epochs=1,
+        local_batch=task.batch or size.records,
+        local_lr=task.lr,
+    )
     return Federation(
-        ClippedUpdates(LocalSGD(1, task.batch or size.records, task.lr), task.clip),
+        algorithm,
         problem,
         terms,
         epsilon=epsilon,
