@@ -2,10 +2,11 @@
 
 Parts: ``round`` (against per-client loops and batched PyTorch), ``profile`` (where our time goes),
 ``growth``, ``memory``, ``local`` (local training of neural networks against a per-client loop),
-``peers`` (pfl-research, Flower) and ``peers_cifar`` (the same two on pfl-research's CIFAR-10
-shape). ``peers --prepare`` makes the peers' environments in ``build/peers`` and measures nothing. A
-part writes ``federated_<part>.json``, and a table or a picture of it, to ``benchmarks/results``;
-``all --resume`` leaves out parts that were measured at this commit.
+``fold`` (FedCEO's server step beside that), ``peers`` (pfl-research, Flower) and ``peers_cifar``
+(the same two on pfl-research's CIFAR-10 shape). ``peers --prepare`` makes the peers' environments
+in ``build/peers`` and measures nothing. A part writes ``federated_<part>.json``, and a table or a
+picture of it, to ``benchmarks/results``; ``all --resume`` leaves out parts that were measured at
+this commit.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks import provenance
-from benchmarks.federated import breakdown, compare, growth, local, memory, ours
+from benchmarks.federated import breakdown, compare, folded, growth, local, memory, ours
 from benchmarks.federated.peers import measure as peers
 from benchmarks.federated.peers.environments import prepare
 from benchmarks.federated.workload import Size
@@ -76,6 +77,10 @@ def _local(options: argparse.Namespace) -> Found:
     return local.run(options.threads, options.seconds)
 
 
+def _fold(options: argparse.Namespace) -> Found:
+    return folded.run(options.seconds)
+
+
 def _peers(options: argparse.Namespace) -> Found:
     budget = Budget(options.seconds)
     rounds = peers.rounds_of_all(_SIZE, options.threads, options.peer_rounds, budget)
@@ -94,6 +99,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Found]] = {
     "growth": _growth,
     "memory": _memory,
     "local": _local,
+    "fold": _fold,
     "peers": _peers,
     "peers_cifar": _peers_cifar,
 }
@@ -102,6 +108,7 @@ _TABLES: dict[str, Callable[[Found], str]] = {
     "profile": breakdown.table,
     "memory": memory.table,
     "local": local.table,
+    "fold": folded.table,
     "peers": peers.table,
     "peers_cifar": peers.table,
 }
@@ -109,6 +116,7 @@ _TABLES: dict[str, Callable[[Found], str]] = {
 _WHAT = {
     "memory": "512 x 10, 256 records",
     "local": "Local SGD",
+    "fold": "FedCEO's server step, float32",
     "peers_cifar": "50 clients x 50 images of 3 x 32 x 32, batches of 10, one local epoch, CNN of "
     "1,626,442 parameters",
 }
