@@ -49,7 +49,7 @@ def noisy_models(problem: ModelProblem) -> Tensor:
     """Return the models of a round with Algorithm 2's noise on every upload."""
     theta = problem.initial()
     noise = torch.randn(_CLIENTS, len(theta), generator=torch.Generator().manual_seed(0))
-    return theta + _RATE * _SIGMA / _CLIENTS**0.5 * noise
+    return noise.mul_(_RATE * _SIGMA / _CLIENTS**0.5).add_(theta)
 
 
 def compare(case: Case, tau: float, interval: int, budget: Budget) -> Found:
