@@ -185,17 +185,22 @@ def draw(title: str, results: Sequence[Result], file: Path) -> None:
             if r.cell.paper is not None:
                 panel.plot([1.03 * max(curve)], [r.cell.paper], "x", color=style["color"], ms=5)
         seen = " (uploads seen)" if place.view == "each_upload" else ""
-        panel.set_title(
-            f"{place.dataset}, {place.clients} clients{seen}, {budget}",
-            fontsize="small",
-        )
+        told = [place.dataset, f"{place.clients} clients{seen}"]
+        # What all panels have in common goes without saying.
+        told += [
+            str(getattr(place, name))
+            for name in ("model", "partition", "unit")
+            if len({getattr(other, name) for other, _ in panels}) > 1
+        ]
+        panel.set_title(", ".join([*told, str(budget)]), fontsize="small")
         panel.set(xlabel="round", ylabel="accuracy, %")
         panel.grid(alpha=0.3)
         here = [r for r in results if (r.cell.place, r.cell.budget) == (place, budget)]
         shown = [value for r in here for value in (*r.curve().values(), r.cell.paper or r.mean)]
         # Rows that failed would flatten the others.
         top = max(r.mean for r in here)
-        panel.set_ylim(max(min(shown), top - 25) - 1, top + 1)
+        highest = max([top, *(r.cell.paper for r in here if r.cell.paper is not None)])
+        panel.set_ylim(max(min(shown), top - 25) - 1, highest + 1)
     for panel in axes[len(panels) :]:
         panel.set_visible(False)
     lines = {line.get_label(): line for panel in axes for line in panel.get_lines()}
