@@ -3,6 +3,30 @@
 Importing this package registers every operation's schema and what implements it.
 """
 
-from dpkernels.ops import clip, ghost, glm, kron, kron_sum, noise, roots, sherman_morrison, tsvd
+from dpkernels.ops import (
+    clip,
+    ghost,
+    glm,
+    kron,
+    kron_sum,
+    local_sgd,
+    network_sgd,
+    noise,
+    roots,
+    sherman_morrison,
+    tsvd,
+)
 
-__all__ = ["clip", "ghost", "glm", "kron", "kron_sum", "noise", "roots", "sherman_morrison", "tsvd"]
+__all__ = [
+    "clip",
+    "ghost",
+    "glm",
+    "kron",
+    "kron_sum",
+    "local_sgd",
+    "network_sgd",
+    "noise",
+    "roots",
+    "sherman_morrison",
+    "tsvd",
+]
