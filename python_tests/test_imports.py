@@ -24,6 +24,12 @@ ALLOWED = {
     "whole_file.py": (),
     "privacy": ("dpkernels.privacy", FILES),
     "precondition": ("dpkernels.precondition", "dpkernels.engine", *ROOM_OF_OPS),
+    "fisher": (
+        "dpkernels.fisher",
+        "dpkernels.precondition",
+        "dpkernels.engine",
+        *ROOM_OF_OPS,
+    ),
     "postprocess": ("dpkernels.postprocess", *ROOM_OF_OPS),
     "engine": ("dpkernels.engine", *ROOM_OF_OPS),
     "run": (
@@ -70,6 +76,7 @@ ALLOWED = {
         "dpkernels.repro",
         "dpkernels.train",
         "dpkernels.federated",
+        "dpkernels.fisher",
         "dpkernels.precondition",
         "dpkernels.privacy",
         "dpkernels.info",
@@ -77,6 +84,7 @@ ALLOWED = {
     "federated": (
         FILES,
         "dpkernels.federated",
+        "dpkernels.fisher",
         "dpkernels.train.data",
         "dpkernels.train.formats",
         "dpkernels.train.interrupts",

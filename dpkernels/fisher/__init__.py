@@ -1,0 +1,5 @@
+"""Fisher information of trained models."""
+
+from dpkernels.fisher.information import Diagonal, Fisher, Kronecker
+
+__all__ = ["Diagonal", "Fisher", "Kronecker"]
