@@ -24,6 +24,7 @@ from dpkernels.federated.options import Options
 from dpkernels.federated.partitions import Partition
 from dpkernels.federated.problem import Problem
 from dpkernels.federated.sampling import losing, sampler_of
+from dpkernels.federated.smoothing import smoothed
 from dpkernels.federated.softmax import SoftmaxProblem
 
 _LARGEST_DELTA = 1e-5
@@ -109,6 +110,8 @@ def data_of(options: Options) -> FederatedData:
                 f"records, got {options.validation}"
             )
         data = holdout(data, options.validation)
+    if options.smooth:
+        data = smoothed(data, options.smooth)
     if options.statistic is not None:
         what, components = options.statistic
         features = data.x.shape[1]

@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--centre-clip", type=float, help="norm that features are clipped to for it (digits 8; 10)")
     add("--bias", type=float, help="a constant feature (1 if centred, else none)")
     add("--public", help="declare public, not covered: centre, standardise, pca:100")
+    add("--smooth", type=float, help="exponent of a public filter on images (0.5, say; none)")
     add = parser.add_argument_group("settings", "of the algorithm; --list says whose").add_argument
     add("--lr", type=float, help="learning rate of the server (udp-fedavg: by --noise-length)")
     add("--clip", type=float, help="norm of a record's gradient, or of a user's upload")

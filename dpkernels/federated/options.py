@@ -44,6 +44,7 @@ class Options:
     records_per_client: |D|, a public number that sums are divided by; None: all records over the
         number of clients, which declares the number of records public.
     public: a statistic of the training part that is declared public; epsilon does not cover it.
+    smooth: the exponent of ``smoothing.smoothed``, for images and networks; 0 for none.
     centre, centre_share, centre_clip: centre features by a released mean, for a share of the
         budget, from features clipped to that norm. bias: a constant feature, 0 for none.
     evaluate_every: rounds between two rows of metrics. checkpoint_every: rounds between
@@ -72,6 +73,7 @@ class Options:
     lose: float = 0.0
     records_per_client: float | None = None
     public: str | None = None
+    smooth: float = 0.0
     centre: bool = False
     centre_share: float | None = None
     centre_clip: float | None = None
@@ -279,7 +281,8 @@ def _check_numbers(options: Options) -> None:
     for name in ("delta", "records_per_client"):
         if (value := getattr(options, name)) is not None:
             check_finite("federate", name, value, above=0.0)
-    check_finite("federate", "bias", options.bias, at_least=0.0)
+    for name in ("bias", "smooth"):
+        check_finite("federate", name, getattr(options, name), at_least=0.0)
     if not 0 < options.record_rate <= 1:
         raise ValueError(f"record_rate must be in (0, 1], got {options.record_rate}")
     if not 0 <= options.lose < 1:

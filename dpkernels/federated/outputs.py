@@ -74,13 +74,15 @@ def write_model(output: Path, built: Built) -> None:
     """Write ``model.pt``: the parameters, and what is done to features before them.
 
     theta: softmax regression takes ``theta @ [x - feature_mean, bias]``; ``feature_mean`` is there
-    if features are centred, ``bias`` is 0 for none. A network has ``state_dict``, too.
+    if features are centred, ``bias`` is 0 for none. A network has ``state_dict``, too; its images
+    go through ``smoothing.response(H, W, smooth)`` first, unless ``smooth`` is 0.
     """
     server, options = built.federation.server, built.options
     content: dict[str, Any] = {
         "dataset": options.dataset,
         "model": options.model,
         "public": options.public,
+        "smooth": options.smooth,
         "theta": built.federation.model(),
         "bias": options.bias,
     }

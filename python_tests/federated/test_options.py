@@ -152,3 +152,15 @@ def test_what_does_not_go_together_is_refused(given, message):
 def test_what_does_not_fit_the_data_or_the_algorithm_is_refused(given, message):
     with pytest.raises(ValueError, match=message):
         build(filled_in(given))
+
+
+def test_smoothing_is_refused_below_zero_and_for_records_that_are_no_images():
+    with pytest.raises(ValueError, match="smooth must be"):
+        filled_in({"smooth": -1.0})
+    given = {"dataset": "synthetic", "smooth": 0.5, "rounds": 2, "seed": 0}
+    with pytest.raises(ValueError, match=r"images \[C, H, W\]"):
+        build(filled_in(given))
+    smooth = build(filled_in({"algorithm": "udp-fedavg", "smooth": 0.5, "rounds": 2, "seed": 0}))
+    plain = build(filled_in({"algorithm": "udp-fedavg", "rounds": 2, "seed": 0}))
+    assert "smoothed" in smooth.data.note
+    assert not smooth.data.x.equal(plain.data.x)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from dpkernels.cli import main
-from dpkernels.repro.federated import fedceo, noise_kept
+from dpkernels.repro.federated import fedceo, fedceo_setting, noise_kept
 from dpkernels.repro.federated.chosen import read_chosen
 from dpkernels.repro.federated.dp_fedsofim import table as sofim
-from dpkernels.repro.federated.fedceo import CIFAR_IID, EMNIST, LENET, SIGMAS, Scale
+from dpkernels.repro.federated.fedceo_setting import CIFAR_IID, EMNIST, LENET, SIGMAS, Scale
 from dpkernels.repro.federated.runs import (
     Place,
     Run,
@@ -58,7 +58,12 @@ def test_the_papers_figures_are_where_they_belong():
 
 
 @pytest.mark.parametrize(
-    "place", [fedceo._user(EMNIST), fedceo._in_turn(EMNIST), fedceo._aggregate(EMNIST)]
+    "place",
+    [
+        fedceo_setting.user_level(EMNIST),
+        fedceo_setting.in_turn(EMNIST),
+        fedceo_setting.summed_only(EMNIST),
+    ],
 )
 def test_the_sum_of_a_round_has_noise_sigma_c_in_every_view(place):
     small = replace(place, **DIGITS, sampling=place.sampling.split(":")[0] + ":10")
@@ -72,7 +77,7 @@ def test_the_sum_of_a_round_has_noise_sigma_c_in_every_view(place):
 
 
 def test_dp_sgd_inside_the_clients_has_noise_sigma_c_in_every_step():
-    small = replace(fedceo._record(EMNIST), **DIGITS)
+    small = replace(fedceo_setting.record_level(EMNIST), **DIGITS)
     row = fedceo._record_rows(EMNIST, 2.0, SMALL)[0]
     federation = federation_of(run_of(small, row, sigma=2.0))
     (stage,) = federation.stages
@@ -86,14 +91,16 @@ def test_dp_sgd_inside_the_clients_has_noise_sigma_c_in_every_step():
 def test_rows_at_user_level_run(label):
     row = next(r for r in fedceo._user_rows(EMNIST, 1.0, SMALL) if r.label == label)
     row = replace(row, fixed=dict(row.fixed) | ({"interval": 2} if "FedCEO" in label else {}))
-    outcome = perform(run_of(replace(fedceo._user(EMNIST), **DIGITS), row, 1.0, every=2))
+    outcome = perform(
+        run_of(replace(fedceo_setting.user_level(EMNIST), **DIGITS), row, 1.0, every=2)
+    )
     assert set(outcome.accuracy) == {2, 4} and outcome.void is None
 
 
 @pytest.mark.parametrize("label", [row.label for row in fedceo._record_rows(EMNIST, 1.0, SMALL)])
 def test_rows_at_record_level_run(label):
     row = next(r for r in fedceo._record_rows(EMNIST, 1.0, SMALL) if r.label == label)
-    outcome = perform(run_of(replace(fedceo._record(EMNIST), **DIGITS), row, 1.0))
+    outcome = perform(run_of(replace(fedceo_setting.record_level(EMNIST), **DIGITS), row, 1.0))
     assert outcome.void is None and 0 <= outcome.final <= 100
 
 
@@ -101,7 +108,7 @@ def test_no_threshold_is_no_threshold():
     """Tau = 0 leaves every client's own model as it is: its slices are what was uploaded."""
     row = next(r for r in fedceo._user_rows(EMNIST, 1.0, SMALL) if r.label == "FedCEO, tau = 0")
     row = replace(row, fixed=dict(row.fixed) | {"interval": 1}, rounds=(1,))
-    place = replace(fedceo._user(EMNIST), **DIGITS)
+    place = replace(fedceo_setting.user_level(EMNIST), **DIGITS)
     plain = fedceo._user_rows(EMNIST, 1.0, SMALL)[0]
     folded, averaged = (
         federation_of(run_of(place, each, 1.0)) for each in (row, replace(plain, rounds=(1,)))
@@ -116,26 +123,27 @@ def test_no_threshold_is_no_threshold():
     ("place", "wanted"),
     [
         # By Renyi divergences at T = 300; the last by exact composition is 747 / 364 / 223.
-        (fedceo._aggregate(EMNIST), (13.6, 6.9, 4.6)),
-        (replace(fedceo._user(EMNIST), view="aggregate"), (71.2, 28.1, 15.7)),
-        (fedceo._in_turn(EMNIST), (771.8, 374.9, 231.0)),
+        (fedceo_setting.summed_only(EMNIST), (13.6, 6.9, 4.6)),
+        (replace(fedceo_setting.user_level(EMNIST), view="aggregate"), (71.2, 28.1, 15.7)),
+        (fedceo_setting.in_turn(EMNIST), (771.8, 374.9, 231.0)),
     ],
 )
 def test_what_the_papers_noise_is_worth(place, wanted):
-    found = [fedceo._epsilon(place, sigma, 300) for sigma in SIGMAS]
+    found = [fedceo_setting.epsilon_of(place, sigma, 300) for sigma in SIGMAS]
     assert found == [pytest.approx(value, abs=0.06) for value in wanted]
 
 
 def test_whoever_sees_uploads_sees_who_took_part():
     """Drawn by chance, a client may be in every round: no amplification, and more than in turn."""
     drawn, in_turn = (
-        fedceo._epsilon(p, 2.0, 30) for p in (fedceo._user(EMNIST), fedceo._in_turn(EMNIST))
+        fedceo_setting.epsilon_of(p, 2.0, 30)
+        for p in (fedceo_setting.user_level(EMNIST), fedceo_setting.in_turn(EMNIST))
     )
     assert drawn > 3 * in_turn
 
 
 def test_the_appendix_has_every_mechanism():
-    text = fedceo.guarantees(LENET, Scale(300, 30))
+    text = fedceo_setting.guarantees(LENET, Scale(300, 30))
     assert text.count("| user, ") == 4 and "94 DP-SGD steps" in text and "| none |" in text
 
 
@@ -146,7 +154,7 @@ def test_settings_of_tables_before_networks_are_still_read():
 
 
 def test_signal_and_noise_add_up_to_what_the_server_learnt():
-    place = replace(fedceo._user(CIFAR_IID), **DIGITS)
+    place = replace(fedceo_setting.user_level(CIFAR_IID), **DIGITS)
     run = Run(place, "udp-fedavg", settings(lr=0.5, local_epochs=1), 8, None, 0, sigma=1.5)
     algorithm = noise_kept.Watched(**dict(run.settings))
     federation = federation_of(run, algorithm)
@@ -183,7 +191,7 @@ def test_rounds_are_fedceos_alone(capsys, tmp_path, monkeypatch):
 
 def test_a_table_is_written_with_its_epsilons(tmp_path, monkeypatch):
     monkeypatch.setenv("DPKERNELS_DATA", str(tmp_path))
-    place = replace(fedceo._user(EMNIST), **DIGITS)
+    place = replace(fedceo_setting.user_level(EMNIST), **DIGITS)
     rows = fedceo._user_rows(EMNIST, 1.0, SMALL)[:1]
     cells = tuple(fedceo.Cell(place, row, None, 50.0, 1.0) for row in rows)
     small = fedceo.Table("FedCEO", "5", "small", cells, 100, ("a note",), appendix="behind it\n")

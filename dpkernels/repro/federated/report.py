@@ -21,6 +21,11 @@ _SEEDS = (
 )
 
 
+def _place(result: Result) -> Place:
+    """Return the place whose table or panel the result is in."""
+    return result.cell.place.unsmoothed
+
+
 def _where(place: Place) -> str:
     seen = "each upload is seen" if place.view == "each_upload" else "secure aggregation"
     parts = [f"{place.dataset}, {place.clients} clients, {place.partition}", seen]
@@ -57,9 +62,9 @@ def markdown(
     lines += [f"- {note}" for note in (*notes, _SEEDS)]
     lines += ["", "Test accuracy in percent, mean and standard deviation over seeds. Cells with"]
     lines += ["three figures: paper / ours / difference."]
-    for place in dict.fromkeys(result.cell.place for result in results):
+    for place in dict.fromkeys(_place(result) for result in results):
         lines += ["", f"## {_where(place)}", ""]
-        lines += _of_place([r for r in results if r.cell.place == place])
+        lines += _of_place([r for r in results if _place(r) == place])
     lines += ["", "## Settings that held-out records preferred", ""]
     lines += [
         "| place | row | budget | settings | held-out accuracy | of |",
@@ -168,7 +173,7 @@ def _cell(result: Result) -> dict[str, Any]:
 
 def draw(title: str, results: Sequence[Result], file: Path) -> None:
     """Draw accuracy over rounds, a panel for each place and epsilon, dots for the paper's end."""
-    panels = list(dict.fromkeys((r.cell.place, r.cell.budget) for r in results))
+    panels = list(dict.fromkeys((_place(r), r.cell.budget) for r in results))
     labels = list(dict.fromkeys(r.cell.row.label for r in results))
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
@@ -176,7 +181,7 @@ def draw(title: str, results: Sequence[Result], file: Path) -> None:
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for panel, (place, budget) in zip(axes, panels, strict=False):
         for r in results:
-            if (r.cell.place, r.cell.budget) != (place, budget):
+            if (_place(r), r.cell.budget) != (place, budget):
                 continue
             n = labels.index(r.cell.row.label)
             style = {"color": f"C{n % 10}", "ls": "-" if n < 10 else "--"}
@@ -195,7 +200,7 @@ def draw(title: str, results: Sequence[Result], file: Path) -> None:
         panel.set_title(", ".join([*told, str(budget)]), fontsize="small")
         panel.set(xlabel="round", ylabel="accuracy, %")
         panel.grid(alpha=0.3)
-        here = [r for r in results if (r.cell.place, r.cell.budget) == (place, budget)]
+        here = [r for r in results if (_place(r), r.cell.budget) == (place, budget)]
         shown = [value for r in here for value in (*r.curve().values(), r.cell.paper or r.mean)]
         # Rows that failed would flatten the others.
         top = max(r.mean for r in here)

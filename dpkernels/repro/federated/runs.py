@@ -42,6 +42,7 @@ from dpkernels.federated.data import (
     of_synthetic,
 )
 from dpkernels.federated.sampling import sampler_of
+from dpkernels.federated.smoothing import smoothed
 from dpkernels.privacy.mechanism import Adjacency, View
 from dpkernels.repro import provenance
 from dpkernels.whole_file import write_text
@@ -74,7 +75,8 @@ class Place:
     """Whose records, parted how, and what is seen of them.
 
     dataset: as ``federated.data`` names it; ``synthetic:A,B`` for Noble's generator.
-    public: statistics of the records that are declared public, such as ``pca:100``.
+    public: what is done to records beforehand: statistics of them that are declared public, such as
+        ``pca:100``, or ``smooth:0.5``, a filter that is public as it is.
     delta: None for 1 / the number of training records.
     model: ``logistic``, or a network as ``federated.networks`` names it.
     sampling: who takes part in a round. record_rate: the chance of a client's record to do so.
@@ -91,6 +93,12 @@ class Place:
     model: str = "logistic"
     sampling: str = "all"
     record_rate: float = 1.0
+
+    @property
+    def unsmoothed(self) -> Place:
+        """The same without a public filter: rows with one and without are compared."""
+        kept = tuple(one for one in self.public if not one.startswith("smooth:"))
+        return dataclasses.replace(self, public=kept)
 
     def multiplier(self, sigma: float) -> float:
         """Return the noise multiplier of FedCEO's ``sigma`` here.
@@ -174,8 +182,11 @@ def _data(dataset: str, public: tuple[str, ...], validation: int, clients: int) 
     if validation:
         data = holdout(data, validation)
     for statistic in public:
-        what, _, components = statistic.partition(":")
-        size = int(components) if components else None
+        what, _, number = statistic.partition(":")
+        if what == "smooth":
+            data = smoothed(data, float(number))
+            continue
+        size = int(number) if number else None
         data = declared_public(data, cast(Statistic, what), size)
     return data
 
