@@ -253,18 +253,17 @@ class ModelProblem(Problem):
         """
         vector_to_parameters(theta.clone(), self._trained)
 
-    def accuracy(self, theta: Tensor) -> float:
-        """Return the share of the test part whose likeliest class is right."""
+    def accuracy(self, theta: Tensor, rows: slice = slice(None)) -> float:
+        """Return the share of the test part, or of its ``rows``, whose likeliest class is right."""
         self.set(theta)
+        x_test, y_test = self._x_test[rows], self._y_test[rows]
         training, right = self.model.training, 0
         self.model.eval()
         with torch.no_grad():
-            for x, y in zip(
-                self._x_test.split(self._size), self._y_test.split(self._size), strict=True
-            ):
+            for x, y in zip(x_test.split(self._size), y_test.split(self._size), strict=True):
                 right += int((self.model(x).argmax(1) == y).sum())
         self.model.train(training)
-        return right / len(self._y_test)
+        return right / len(y_test)
 
 
 def _layers(model: nn.Module) -> Iterator[Layer]:

@@ -117,5 +117,5 @@ class Problem(ABC):
         )
 
     @abstractmethod
-    def accuracy(self, theta: Tensor) -> float:
-        """Return the share of the public test part that ``theta`` gets right."""
+    def accuracy(self, theta: Tensor, rows: slice = slice(None)) -> float:
+        """Return the share of the public test part, or of ``rows`` of it, that theta gets right."""

@@ -188,9 +188,10 @@ class SoftmaxProblem(Problem):
         records = dataclasses.replace(self.records, x=x)
         return SoftmaxProblem(records, x_test, self.y_test, classes=self.classes)
 
-    def accuracy(self, theta: Tensor) -> float:
-        """Return the share of the test part whose likeliest class is right."""
-        right = (self.x_test @ theta.to(self.x_test.dtype).mT).argmax(1) == self.y_test
+    def accuracy(self, theta: Tensor, rows: slice = slice(None)) -> float:
+        """Return the share of the test part, or of its ``rows``, whose likeliest class is right."""
+        likeliest = (self.x_test[rows] @ theta.to(self.x_test.dtype).mT).argmax(1)
+        right = likeliest == self.y_test[rows]
         return right.double().mean().item()
 
 

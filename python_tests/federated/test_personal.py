@@ -118,6 +118,8 @@ def test_accuracy_is_the_mean_over_clients_of_their_own_models(name):
     assert own.shape == (5, 43) and len(own.unique(dim=0)) > 3
     wanted = sum(held.accuracy(model) for model in own) / 5
     assert run.accuracy() == pytest.approx(wanted)
+    every_other = (held.accuracy(own[i], slice(i % 2, None, 2)) for i in range(5))
+    assert run.accuracy(personal_parts=2) == pytest.approx(sum(every_other) / 5)
 
 
 @pytest.mark.parametrize("name", PERSONAL)

@@ -109,8 +109,8 @@ _MECHANISMS = (
     "for both.",
     "Accuracy is after the last round; the paper takes the best round on the test part. Nothing "
     "was chosen here: rates and thresholds are the paper's (its Table 2), ours has its defaults.",
-    "PPSGD and CENTAUR are of personal models, the mean over all clients, on the whole test part; "
-    "their uploads are sound, the models are for their clients alone.",
+    "PPSGD and CENTAUR are of personal models, the mean over all clients, each on a tenth of the "
+    "test part, in turn; their uploads are sound, the models are for their clients alone.",
     "FedCEO restarts clients from their own slices (restart='own'), as far as the paper says.",
 )
 _FILTER = (

@@ -63,6 +63,9 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     )
 }
 Settings = tuple[tuple[str, Any], ...]
+# 100 LeNets on 5,000 images take 180 s of one core, five times as long as training. On a tenth
+# each, every image is seen by 10 models: the mean's standard error from that is 0.2 points.
+_PERSONAL_PARTS = 10
 
 
 def settings(**values: Any) -> Settings:
@@ -249,7 +252,7 @@ def perform(run: Run) -> Outcome:
         federation.round()
         trained = federation.rounds_released - before
         if trained == run.rounds or (trained > 0 and trained % run.every == 0):
-            accuracy[trained] = 100 * federation.accuracy()
+            accuracy[trained] = 100 * federation.accuracy(_PERSONAL_PARTS)
     return Outcome(
         accuracy,
         federation.epsilon(),
