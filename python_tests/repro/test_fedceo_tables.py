@@ -202,3 +202,13 @@ def test_a_table_is_written_with_its_epsilons(tmp_path, monkeypatch):
     assert "| sigma 1 |" in text and "50.0 / **" in text and text.endswith("behind it\n")
     kept = json.loads((tmp_path / "fedceo_table5.json").read_text())
     assert kept["cells"][0]["sigma"] == 1.0 and len(kept["cells"][0]["seeds"]) == 2
+
+
+def test_rows_at_equal_epsilon_stand_in_one_table_whatever_is_seen():
+    cells = fedceo.table("epsilon").cells
+    shown = {(cell.beside, cell.epsilon) for cell in cells}
+    assert len(shown) == 8  # four data sets with their models, two budgets
+    for place, epsilon in shown:
+        here = [cell for cell in cells if (cell.beside, cell.epsilon) == (place, epsilon)]
+        assert {cell.place.view for cell in here} == {"aggregate", "each_upload"}
+        assert len({cell.row.label for cell in here}) == len(here)

@@ -38,6 +38,7 @@ from dpkernels.repro.federated.study import Cell, Row, Table
 
 _PAPER = "FedCEO"
 _OURS, _OURS_SMOOTHED = "ours", "ours, images smoothed"
+_PAPERS = "FedCEO, the paper's: each upload seen, clients in turn"
 _VALIDATION = 4000
 # A threshold of 5e-31: nothing is cut.
 _NO_THRESHOLD = 1e30
@@ -98,7 +99,7 @@ def _cells(data: Data, scale: Scale) -> list[Cell]:
                 found.append(Cell(place, row, None, paper, sigma))
                 if row.label == _OURS and data.model == "mlp":
                     smoothed = replace(row, label=_OURS_SMOOTHED)
-                    found.append(Cell(smooth(place), smoothed, None, None, sigma))
+                    found.append(Cell(smooth(place), smoothed, None, None, sigma, beside=place))
     return found
 
 
@@ -202,7 +203,7 @@ def _sound_rows(data: Data, epsilon: float, scale: Scale) -> list[tuple[Place, R
                 rounds,
             ),
         ),
-        (seen, Row("FedCEO, the paper's", "fedceo", {}, plain | folding, rounds)),
+        (seen, Row(_PAPERS, "fedceo", {}, plain | folding, rounds)),
     ]
 
 
@@ -212,7 +213,8 @@ def equal_epsilon(scale: Scale, lenet: Scale) -> Table:
     for data in (EMNIST, CIFAR_IID, CIFAR_SHARDS, LENET):
         for epsilon in EPSILONS:
             rows = _sound_rows(data, epsilon, lenet if data is LENET else scale)
-            cells += [Cell(place, row, epsilon) for place, row in rows]
+            shown = summed_only(data)
+            cells += [Cell(place, row, epsilon, beside=shown) for place, row in rows]
     notes = (
         f"MLP: {scale.note}",
         f"LeNet-5: {lenet.note}",

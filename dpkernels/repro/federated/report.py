@@ -23,7 +23,7 @@ _SEEDS = (
 
 def _place(result: Result) -> Place:
     """Return the place whose table or panel the result is in."""
-    return result.cell.place.unsmoothed
+    return result.cell.beside or result.cell.place
 
 
 def _where(place: Place) -> str:
@@ -65,17 +65,18 @@ def markdown(
     for place in dict.fromkeys(_place(result) for result in results):
         lines += ["", f"## {_where(place)}", ""]
         lines += _of_place([r for r in results if _place(r) == place])
-    lines += ["", "## Settings that held-out records preferred", ""]
+    lines += ["", "## Settings", ""]
     lines += [
         "| place | row | budget | settings | held-out accuracy | of |",
         "|---|---|---|---|---|---|",
     ]
     for r in results:
         of = str(r.chosen.searched) if r.chosen.searched else "not chosen"
-        cell = r.cell
+        cell, place = r.cell, r.cell.place
+        where_to = f"{place.model}, {place.dataset}, {place.partition}, {place.view}"
         lines.append(
-            f"| {cell.place.dataset}, {cell.place.clients}, {cell.place.view} | {cell.row.label} | "
-            f"{cell.budget} | {_settings(r)} | {_held_out(r)} | {of} |"
+            f"| {where_to} | {cell.row.label} | {cell.budget} | {_settings(r)} | {_held_out(r)} | "
+            f"{of} |"
         )
     lines += [
         "",

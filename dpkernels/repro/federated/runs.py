@@ -97,12 +97,6 @@ class Place:
     sampling: str = "all"
     record_rate: float = 1.0
 
-    @property
-    def unsmoothed(self) -> Place:
-        """The same without a public filter: rows with one and without are compared."""
-        kept = tuple(one for one in self.public if not one.startswith("smooth:"))
-        return dataclasses.replace(self, public=kept)
-
     def multiplier(self, sigma: float) -> float:
         """Return the noise multiplier of FedCEO's ``sigma`` here.
 

@@ -64,6 +64,7 @@ class Cell:
     """One number: a row at one place and budget. paper: its figure, in percent, if it has one.
 
     sigma: instead of epsilon, how much noise there is: see ``Place.multiplier``.
+    beside: the place whose rows it is shown with, if they are not those of its own.
     """
 
     place: Place
@@ -71,6 +72,7 @@ class Cell:
     epsilon: float | None
     paper: float | None = None
     sigma: float | None = None
+    beside: Place | None = None
 
     @property
     def budget(self) -> str:
