@@ -148,9 +148,9 @@ def _markdown(place: Place, found: Sequence[tuple[float, Found]], where: Mapping
         )
     lines += [
         "",
-        "Clients train at the noisy model, so their updates make up for its noise: the model is at "
-        "its best with all of the noise that it was trained with. A threshold removes what the "
-        "network was built around, and the next rounds have to learn it again.",
+        "Clients train at the noisy model, so their updates make up for its noise: accuracy is "
+        "highest with three quarters of it or all, and lowest without any. A threshold "
+        "removes what the network was built around, and the next rounds have to learn it again.",
         "A spectral threshold that knows the noise keeps a direction of S only where its singular "
         "value exceeds the largest of N.",
         "",
@@ -169,6 +169,7 @@ def _draw(found: Sequence[tuple[float, Found]], file: Path) -> None:
         right.plot(SHARES, list(one.accuracy.values()), "o-", ms=4, color=f"C{n}")
     left.axhline(1.0, color="black", lw=1, ls="--")
     left.set(xlabel="singular value of S, first layer", ylabel="over the largest of N")
+    left.xaxis.get_major_locator().set_params(integer=True)
     left.set_title("what a spectral threshold can see is above 1", fontsize="medium")
     right.axvline(1.0, color="black", lw=1, ls="--")
     right.set(xlabel="share a of the noise that is kept", ylabel="accuracy of W(0) + S + a N, %")
