@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--local-batch", type=int, help="records in a batch of these")
     add("--control", help="none, clean, or uploaded: what scaffold's variates are made of")
     add("--decay", type=float, help="factor of udp-fedavg's rate from round to round")
-    add("--noise-length", type=float, help="of all rounds, in lengths of the first model (3.5)")
+    add("--noise-length", type=float, help="of all rounds, in lengths of the first model (2.7)")
     add(
         "--shrink",
         help="none, energy, scalar, layer, spectral: take noise out of udp-fedavg",

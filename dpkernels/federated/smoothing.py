@@ -22,16 +22,16 @@ _ROWS = 4096  # images that are transformed at a time
 def response(height: int, width: int, exponent: float) -> Tensor:
     """Return what each frequency is multiplied by, float64 ``[H, W]`` in the order of the FFT.
 
-        c (1 + f^2)^(-exponent / 2),  f in cycles per image,
+        (1 + f^2)^(-exponent / 2),  f in cycles per image.
 
-    with c such that an image of power spectrum 1 / (1 + f^2) keeps its mean square. That is about
-    the spectrum of photographs; no record is looked at.
+    No frequency gains, so local training that is stable without the filter is stable with it. With
+    a constant before it that keeps the mean square of an image, low frequencies gained, and local
+    SGD at FedCEO's rate diverged (CIFAR-10, 200 records a client: 14% for 28% without a filter).
     """
     rows, columns = (torch.fft.fftfreq(n, 1 / n, dtype=torch.float64) for n in (height, width))
-    power = 1 / (1 + rows.square()[:, None] + columns.square())
-    gain = power ** (exponent / 2)
-    kept: Tensor = gain * (power.sum() / (power * gain.square()).sum()).sqrt()
-    return kept
+    frequencies = rows.square()[:, None] + columns.square()
+    gain: Tensor = (1 + frequencies) ** (-exponent / 2)
+    return gain
 
 
 def smoothed(data: FederatedData, exponent: float) -> FederatedData:

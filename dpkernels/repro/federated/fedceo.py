@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dpkernels.federated import UDPFedAvg
 from dpkernels.repro.federated import noise_kept
 from dpkernels.repro.federated.fedceo_setting import (
     BATCH,
@@ -40,6 +41,8 @@ _PAPER = "FedCEO"
 _OURS, _OURS_SMOOTHED = "ours", "ours, images smoothed"
 _PAPERS = "FedCEO, the paper's: each upload seen, clients in turn"
 _VALIDATION = 4000
+# A kept run is known by its settings: ours names its default, so that another one is another run.
+_DEFAULT_RATE = {"noise_length": UDPFedAvg().noise_length}
 # A threshold of 5e-31: nothing is cut.
 _NO_THRESHOLD = 1e30
 
@@ -66,7 +69,7 @@ def _user_rows(data: Data, sigma: float, scale: Scale) -> list[Row]:
         ceo("FedCEO, tau = 0", lam=_NO_THRESHOLD),
         ceo("FedCEO, theta = 1", theta=1.0),
         ceo("FedCEO"),
-        Row(_OURS, "udp-fedavg", {}, trained, rounds),
+        Row(_OURS, "udp-fedavg", {}, trained | _DEFAULT_RATE, rounds),
     ]
 
 
@@ -174,7 +177,7 @@ def table5(scale: Scale) -> Table:
 def _sound_rows(data: Data, epsilon: float, scale: Scale) -> list[tuple[Place, Row]]:
     rounds = (scale.rounds,)
     trained = {"local_epochs": scale.local_epochs, "local_lr": RATE, "local_batch": BATCH}
-    plain = {"lr": RATE, **trained}
+    plain, ours = {"lr": RATE, **trained}, trained | _DEFAULT_RATE
     # The paper's thresholds are for its noise: at epsilon 8 those of sigma 1.5, at 2 those of 2.
     folding = thresholds(data, 1.5 if epsilon == EPSILONS[0] else 2.0)
     summed, seen = summed_only(data), in_turn(data)
@@ -187,9 +190,9 @@ def _sound_rows(data: Data, epsilon: float, scale: Scale) -> list[tuple[Place, R
                 "UDP-FedAvg, rate chosen", "udp-fedavg", rates, trained | {"shrink": "none"}, rounds
             ),
         ),
-        (summed, Row(_OURS, "udp-fedavg", {}, trained, rounds)),
+        (summed, Row(_OURS, "udp-fedavg", {}, ours, rounds)),
         *(
-            [(smooth(summed), Row(_OURS_SMOOTHED, "udp-fedavg", {}, trained, rounds))]
+            [(smooth(summed), Row(_OURS_SMOOTHED, "udp-fedavg", {}, ours, rounds))]
             if data.model == "mlp"
             else []
         ),
@@ -244,7 +247,8 @@ def where(long: Scale) -> Table:
             for rounds in (long.rounds // 5, long.rounds) if cohort == 10 else (long.rounds // 5,):
                 trained: dict[str, Any] = {"local_epochs": long.local_epochs, "local_batch": BATCH}
                 said = f", T = {rounds}"
-                rows = [Row(f"rate from the noise{said}", "udp-fedavg", {}, trained, (rounds,))]
+                by_noise = trained | _DEFAULT_RATE
+                rows = [Row(f"rate from the noise{said}", "udp-fedavg", {}, by_noise, (rounds,))]
                 for kind in kinds:
                     fixed = trained | {"shrink": kind}
                     rows.append(Row(f"{kind}{said}", "udp-fedavg", {}, fixed, (rounds,)))
