@@ -5,19 +5,23 @@ template <class T>
 struct NetVectors {
   using V = typename GemmSizes<T>::V;
   static constexpr int kLanesOfV = GemmSizes<T>::kLanesOfV;
+  // Half a vector where vectors are long, for numbers that fill no more; else a whole one.
+  static constexpr int kHalfLanes = DPK_VECTOR_BYTES == 64 ? kLanesOfV / 2 : kLanesOfV;
+  typedef T Half __attribute__((vector_size(kHalfLanes * sizeof(T))));
 };
 
+// Lanes of the vectors that a run of so many numbers is taken in.
 template <class T>
-int64_t lanes_of() {
-  return NetVectors<T>::kLanesOfV;
+int64_t lanes_for(int64_t numbers) {
+  using Of = NetVectors<T>;
+  return numbers <= Of::kHalfLanes ? Of::kHalfLanes : Of::kLanesOfV;
 }
 
-// Columns of a panel of weights: no more than a vector, or half a long one, for so few outputs.
+// Columns of a panel of weights: one vector if outputs fit it, else two.
 template <class T>
 int64_t panel_columns(int64_t outputs) {
-  constexpr int kLanesOfV = NetVectors<T>::kLanesOfV;
-  if (DPK_VECTOR_BYTES == 64 && 2 * outputs <= kLanesOfV) return kLanesOfV / 2;
-  return outputs <= kLanesOfV ? kLanesOfV : 2 * kLanesOfV;
+  using Of = NetVectors<T>;
+  return outputs <= Of::kLanesOfV ? lanes_for<T>(outputs) : 2 * Of::kLanesOfV;
 }
 
 // Positions of a tile of one vector: with their 8 sums, no multiplication waits for the last one.
@@ -90,19 +94,13 @@ inline void conv_tile(const PatchRuns& patch, const T* frame, const int32_t* at,
 template <class T>
 void conv_forward(const PatchRuns& patch, const T* frame, const int32_t* at, int64_t positions,
                   const T* packed, int64_t outputs, T* out) {
-  using V = typename NetVectors<T>::V;
-  const int64_t columns = panel_columns<T>(outputs);
-  if (columns == NetVectors<T>::kLanesOfV) {
-    narrow_forward<V>(patch, frame, at, positions, packed, outputs, out);
+  using Of = NetVectors<T>;
+  if (outputs <= Of::kLanesOfV) {
+    auto* const run = outputs <= Of::kHalfLanes ? narrow_forward<typename Of::Half, T>
+                                                : narrow_forward<typename Of::V, T>;
+    run(patch, frame, at, positions, packed, outputs, out);
     return;
   }
-#if DPK_VECTOR_BYTES == 64
-  if (columns < NetVectors<T>::kLanesOfV) {
-    typedef T Half __attribute__((vector_size(32)));
-    narrow_forward<Half>(patch, frame, at, positions, packed, outputs, out);
-    return;
-  }
-#endif
   constexpr int kCols = GemmSizes<T>::kTileCols;
   for (int64_t j = 0; j < outputs; j += kCols) {
     const T* const panel = packed + j * patch.runs * patch.length;
@@ -118,15 +116,14 @@ void conv_forward(const PatchRuns& patch, const T* frame, const int32_t* at, int
 }
 
 // gradient [outputs][pieces] += value x (a chunk of the patch) for every number that came back.
-template <int Pieces, class T>
+template <int Pieces, class V, class T>
 void patches_back(const ByOutput<T>& back, const T* frame, const int32_t* pieces, T* gradient) {
-  using V = typename NetVectors<T>::V;
-  constexpr int kLanesOfV = NetVectors<T>::kLanesOfV;
+  constexpr int64_t kLanesOfV = sizeof(V) / sizeof(T);
   for (int64_t o = 0; o < back.outputs; ++o, gradient += Pieces * kLanesOfV) {
     V sums[Pieces];
 #pragma GCC unroll 6
     for (int j = 0; j < Pieces; ++j) sums[j] = load_as<V>(gradient + j * kLanesOfV);
-    for (int32_t e = back.begin[o]; e < back.begin[o + 1]; ++e) {
+    for (int64_t e = o * back.most; e < back.end[o]; ++e) {
       const T* const patch = frame + back.at[e];
       const T value = back.value[e];
 #pragma GCC unroll 6
@@ -138,10 +135,9 @@ void patches_back(const ByOutput<T>& back, const T* frame, const int32_t* pieces
 }
 
 // The patches of frame += sum over what came back of value x (a chunk of the output's weights).
-template <int Pieces, class T>
+template <int Pieces, class V, class T>
 void weights_back(const CameBack<T>& back, const T* weights, const int32_t* pieces, T* frame) {
-  using V = typename NetVectors<T>::V;
-  constexpr int kLanesOfV = NetVectors<T>::kLanesOfV;
+  constexpr int64_t kLanesOfV = sizeof(V) / sizeof(T);
   for (int64_t q = 0; q < back.lists; ++q) {
     if (back.begin[q] == back.begin[q + 1]) continue;
     V sums[Pieces];
@@ -162,48 +158,46 @@ void weights_back(const CameBack<T>& back, const T* weights, const int32_t* piec
   }
 }
 
-// Chooses by the number of pieces in a chunk; frame is read, `sums` written.
+// Chooses by the vectors that the patch is taken in, and how many a chunk has; frame is read,
+// `sums` written.
 template <class T>
-void add_patches_back(int64_t pieces, const ByOutput<T>& back, const T* frame, const int32_t* at,
-                      T* sums) {
-  constexpr decltype(&patches_back<1, T>) kBy[] = {patches_back<1, T>, patches_back<2, T>,
-                                                   patches_back<3, T>, patches_back<4, T>,
-                                                   patches_back<5, T>, patches_back<6, T>};
-  kBy[pieces - 1](back, frame, at, sums);
+void add_patches_back(int64_t lanes, int64_t pieces, const ByOutput<T>& back, const T* frame,
+                      const int32_t* at, T* sums) {
+  using V = typename NetVectors<T>::V;
+  using W = typename NetVectors<T>::Half;
+  constexpr decltype(&patches_back<1, V, T>) kBy[2][kMostPieces] = {
+      {patches_back<1, V, T>, patches_back<2, V, T>, patches_back<3, V, T>, patches_back<4, V, T>,
+       patches_back<5, V, T>, patches_back<6, V, T>},
+      {patches_back<1, W, T>, patches_back<2, W, T>, patches_back<3, W, T>, patches_back<4, W, T>,
+       patches_back<5, W, T>, patches_back<6, W, T>}};
+  kBy[lanes < NetVectors<T>::kLanesOfV][pieces - 1](back, frame, at, sums);
 }
 
 template <class T>
-void add_weights_back(int64_t pieces, const CameBack<T>& back, const T* weights, const int32_t* at,
-                      T* frame) {
-  constexpr decltype(&weights_back<1, T>) kBy[] = {weights_back<1, T>, weights_back<2, T>,
-                                                   weights_back<3, T>, weights_back<4, T>,
-                                                   weights_back<5, T>, weights_back<6, T>};
-  kBy[pieces - 1](back, weights, at, frame);
+void add_weights_back(int64_t lanes, int64_t pieces, const CameBack<T>& back, const T* weights,
+                      const int32_t* at, T* frame) {
+  using V = typename NetVectors<T>::V;
+  using W = typename NetVectors<T>::Half;
+  constexpr decltype(&weights_back<1, V, T>) kBy[2][kMostPieces] = {
+      {weights_back<1, V, T>, weights_back<2, V, T>, weights_back<3, V, T>, weights_back<4, V, T>,
+       weights_back<5, V, T>, weights_back<6, V, T>},
+      {weights_back<1, W, T>, weights_back<2, W, T>, weights_back<3, W, T>, weights_back<4, W, T>,
+       weights_back<5, W, T>, weights_back<6, W, T>}};
+  kBy[lanes < NetVectors<T>::kLanesOfV][pieces - 1](back, weights, at, frame);
 }
 
-// Sorts what came back by output: at, value of output o are [begin[o], begin[o + 1]), in the order
-// that they had. next: [outputs].
+// Sorts what came back by output, in the order that it has; each output has at most `most` entries.
 template <class T>
-ByOutput<T> by_output(const CameBack<T>& back, int64_t outputs, int32_t* begin, int32_t* next,
+ByOutput<T> by_output(const CameBack<T>& back, int64_t outputs, int64_t most, int32_t* end,
                       int32_t* at, T* value) {
-  const int32_t end = back.begin[back.lists];
-  for (int64_t o = 0; o < outputs; ++o) next[o] = 0;
-  for (int32_t e = 0; e < end; ++e) ++next[back.output[e]];
-  int32_t sum = 0;
-  for (int64_t o = 0; o < outputs; ++o) {
-    begin[o] = sum;
-    sum += next[o];
-    next[o] = begin[o];
+  for (int64_t o = 0; o < outputs; ++o) end[o] = int32_t(o * most);
+  const int32_t count = back.begin[back.lists];
+  for (int32_t e = 0; e < count; ++e) {
+    const int32_t to = end[back.output[e]]++;
+    at[to] = back.entry_at[e];
+    value[to] = back.value[e];
   }
-  begin[outputs] = sum;
-  for (int64_t q = 0; q < back.lists; ++q) {
-    for (int32_t e = back.begin[q]; e < back.begin[q + 1]; ++e) {
-      const int32_t to = next[back.output[e]]++;
-      at[to] = back.at[q];
-      value[to] = back.value[e];
-    }
-  }
-  return {outputs, at, begin, value};
+  return {outputs, most, at, end, value};
 }
 
 template <class T>
@@ -481,13 +475,15 @@ void linear_back(int64_t records, int64_t inputs, int64_t outputs, const T* d, c
 }
 
 // Appends the numbers of d [outputs] that are not zero, and whose place is `place` if which is not
-// null, to output and value; returns how many. Writes up to a vector past them.
+// null, to output and value, and `at` to entry_at; returns how many. Writes up to a vector past
+// them.
 template <class T>
-inline int32_t append(const T* d, const uint8_t* which, int place, int64_t outputs, int32_t* output,
-                      T* value) {
+inline int32_t append(const T* d, const uint8_t* which, int place, int64_t outputs, int32_t at,
+                      int32_t* output, int32_t* entry_at, T* value) {
   int32_t count = 0;
   for (int64_t o = 0; o < outputs; ++o) {
     output[count] = int32_t(o);
+    entry_at[count] = at;
     value[count] = d[o];
     count += d[o] != T(0) && (which == nullptr || which[o] == place);
   }
@@ -497,8 +493,8 @@ inline int32_t append(const T* d, const uint8_t* which, int place, int64_t outpu
 #if DPK_VECTOR_BYTES == 64
 // Compressed in registers. Listing element by element, with what else is not in a kernel, took 23%
 // of the samples of a profile; listing like this takes 3%.
-inline int32_t append(const float* d, const uint8_t* which, int place, int64_t outputs,
-                      int32_t* output, float* value) {
+inline int32_t append(const float* d, const uint8_t* which, int place, int64_t outputs, int32_t at,
+                      int32_t* output, int32_t* entry_at, float* value) {
   int32_t count = 0;
   __m512i names = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   for (int64_t o = 0; o < outputs; o += 16) {
@@ -511,6 +507,7 @@ inline int32_t append(const float* d, const uint8_t* which, int place, int64_t o
       taken &= _mm_cmpeq_epi8_mask(places, _mm_set1_epi8(char(place)));
     }
     _mm512_storeu_si512(output + count, _mm512_maskz_compress_epi32(taken, names));
+    _mm512_storeu_si512(entry_at + count, _mm512_set1_epi32(at));
     _mm512_storeu_ps(value + count, _mm512_maskz_compress_ps(taken, v));
     count += __builtin_popcount(taken);
     names = _mm512_add_epi32(names, _mm512_set1_epi32(16));
@@ -520,16 +517,18 @@ inline int32_t append(const float* d, const uint8_t* which, int place, int64_t o
 #endif
 
 // Lists the numbers of d [pooled, outputs] that are not zero by the place that each belongs to:
-// list q * window + place is [begin, begin + 1) of output and value.
+// list q * window + place is [begin, begin + 1) of output, entry_at and value; at: of each list.
 template <class T>
 void list_by_place(const T* d, const uint8_t* which, int64_t pooled, int64_t window,
-                   int64_t outputs, int32_t* begin, int32_t* output, T* value) {
+                   int64_t outputs, const int32_t* at, int32_t* begin, int32_t* output,
+                   int32_t* entry_at, T* value) {
   int32_t end = 0;
   *begin = 0;
   for (int64_t q = 0; q < pooled; ++q) {
     for (int place = 0; place < window; ++place) {
       const uint8_t* const own = window == 1 ? nullptr : which + q * outputs;
-      end += append(d + q * outputs, own, place, outputs, output + end, value + end);
+      end += append(d + q * outputs, own, place, outputs, *at++, output + end, entry_at + end,
+                    value + end);
       *++begin = end;
     }
   }
