@@ -25,6 +25,7 @@ struct Kernels {
   decltype(&portable::add_weights_back<T>) weights_back = DPK_FOR_ISA(isa, add_weights_back<T>);
   decltype(&portable::max_pool<T>) max_pool = DPK_FOR_ISA(isa, max_pool<T>);
   decltype(&portable::by_output<T>) by_output = DPK_FOR_ISA(isa, by_output<T>);
+  decltype(&portable::list_by_output<T>) list_by_output = DPK_FOR_ISA(isa, list_by_output<T>);
   decltype(&portable::lanes_for<T>) lanes_for = DPK_FOR_ISA(isa, lanes_for<T>);
   decltype(&portable::panel_columns<T>) panel_columns = DPK_FOR_ISA(isa, panel_columns<T>);
   decltype(&portable::add_bias<T>) add_bias = DPK_FOR_ISA(isa, add_bias<T>);
@@ -350,10 +351,16 @@ class Training {
     }
     drop(client, l, begin + r, 1, d);
     activation_back(l, mine.outputs + r * features, features, d);
-    const CameBack<T> back = listed(l, r);
     const T* const frame = mine.frames + r * image.frame;
-    const bool further = l > s_.trained;
-    if (further) std::fill_n(buffers_.frame_back, image.frame, T(0));
+    if (l == s_.trained) {
+      const ByOutput<T> all = k_.list_by_output(
+          d, mine.which + r * features, own.pooled(), own.window(), own.outputs,
+          image.list_at.data(), buffers_.output_end, buffers_.output_at, buffers_.output_value);
+      add_gradient(l, d, all, frame);
+      return;
+    }
+    const CameBack<T> back = listed(l, r);
+    std::fill_n(buffers_.frame_back, image.frame, T(0));
     if (own.kind == LayerKind::pass) {
       for (int64_t q = 0; q < back.lists; ++q) {
         for (int32_t e = back.begin[q]; e < back.begin[q + 1]; ++e) {
@@ -362,16 +369,27 @@ class Training {
       }
       return;
     }
-    if (bias(l) != nullptr) k_.add_rows(d, own.pooled(), own.outputs, mine.bias_sums);
-    const ByOutput<T> sorted = k_.by_output(back, own.outputs, own.pooled(), buffers_.output_end,
-                                            buffers_.output_at, buffers_.output_value);
+    add_gradient(l, d,
+                 k_.by_output(back, own.outputs, own.pooled(), buffers_.output_end,
+                              buffers_.output_at, buffers_.output_value),
+                 frame);
     const int64_t each = image.pieces * image.lanes * own.outputs;
     for (int64_t chunk = 0; chunk < image.chunks; ++chunk) {
-      const int32_t* const pieces = image.piece_at.data() + chunk * image.pieces;
-      k_.patches_back(image.lanes, image.pieces, sorted, frame, pieces, mine.sums + chunk * each);
-      if (!further) continue;
-      k_.weights_back(image.lanes, image.pieces, back, mine.weights + chunk * each, pieces,
-                      buffers_.frame_back);
+      k_.weights_back(image.lanes, image.pieces, back, mine.weights + chunk * each,
+                      image.piece_at.data() + chunk * image.pieces, buffers_.frame_back);
+    }
+  }
+
+  // Adds a record's gradient to the sums of convolution l; d: what came back, [pooled, outputs].
+  void add_gradient(int64_t l, const T* d, const ByOutput<T>& back, const T* frame) {
+    const ImageLayer& image = s_.images[l];
+    const NetLayer& own = image.layer;
+    const ImageBuffers<T>& mine = buffers_.images[l];
+    if (bias(l) != nullptr) k_.add_rows(d, own.pooled(), own.outputs, mine.bias_sums);
+    const int64_t each = image.pieces * image.lanes * own.outputs;
+    for (int64_t chunk = 0; chunk < image.chunks; ++chunk) {
+      k_.patches_back(image.lanes, image.pieces, back, frame,
+                      image.piece_at.data() + chunk * image.pieces, mine.sums + chunk * each);
     }
   }
 

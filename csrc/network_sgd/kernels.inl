@@ -36,17 +36,17 @@ inline void narrow_tile(const PatchRuns& patch, const T* frame, const int32_t* a
   W tile[kNarrowRows];
 #pragma GCC unroll 8
   for (int r = 0; r < kNarrowRows; ++r) tile[r] = W{};
-  for (int64_t run = 0; run < patch.runs; ++run) {
-    const T* a[kNarrowRows];
+  const T* a[kNarrowRows];
 #pragma GCC unroll 8
-    for (int r = 0; r < kNarrowRows; ++r) {
-      a[r] = frame + at[r < rows ? r : rows - 1] + run * patch.apart;
-    }
+  for (int r = 0; r < kNarrowRows; ++r) a[r] = frame + at[r < rows ? r : rows - 1];
+  for (int64_t run = 0; run < patch.runs; ++run) {
     for (int64_t p = 0; p < patch.length; ++p, panel += kColumns) {
       const W b = load_as<W>(panel);
 #pragma GCC unroll 8
       for (int r = 0; r < kNarrowRows; ++r) tile[r] += a[r][p] * b;
     }
+#pragma GCC unroll 8
+    for (int r = 0; r < kNarrowRows; ++r) a[r] += patch.apart;
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kNarrowRows; ++r) {
@@ -198,6 +198,24 @@ ByOutput<T> by_output(const CameBack<T>& back, int64_t outputs, int64_t most, in
     value[to] = back.value[e];
   }
   return {outputs, most, at, end, value};
+}
+
+// The numbers of d [pooled, outputs] that are not zero by output; patches: where that of each place
+// begins, [pooled, window]. For a layer below which nothing goes back, so that no lists are needed.
+template <class T>
+ByOutput<T> list_by_output(const T* d, const uint8_t* which, int64_t pooled, int64_t window,
+                           int64_t outputs, const int32_t* patches, int32_t* end, int32_t* at,
+                           T* value) {
+  for (int64_t o = 0; o < outputs; ++o) end[o] = int32_t(o * pooled);
+  for (int64_t q = 0; q < pooled; ++q, patches += window, d += outputs, which += outputs) {
+    for (int64_t o = 0; o < outputs; ++o) {
+      const int32_t to = end[o];
+      at[to] = patches[window == 1 ? 0 : which[o]];
+      value[to] = d[o];
+      end[o] = to + (d[o] != T(0));
+    }
+  }
+  return {outputs, pooled, at, end, value};
 }
 
 template <class T>
