@@ -20,11 +20,14 @@ namespace {
 template <class T>
 struct Kernels {
   Isa isa = active_isa();
-  int64_t lanes = DPK_FOR_ISA(isa, lanes_of<T>)();
   decltype(&portable::conv_forward<T>) conv_forward = DPK_FOR_ISA(isa, conv_forward<T>);
   decltype(&portable::add_patches_back<T>) patches_back = DPK_FOR_ISA(isa, add_patches_back<T>);
   decltype(&portable::add_weights_back<T>) weights_back = DPK_FOR_ISA(isa, add_weights_back<T>);
-  decltype(&portable::max_of_window<T>) max_of_window = DPK_FOR_ISA(isa, max_of_window<T>);
+  decltype(&portable::max_pool<T>) max_pool = DPK_FOR_ISA(isa, max_pool<T>);
+  decltype(&portable::by_output<T>) by_output = DPK_FOR_ISA(isa, by_output<T>);
+  decltype(&portable::list_by_output<T>) list_by_output = DPK_FOR_ISA(isa, list_by_output<T>);
+  decltype(&portable::lanes_for<T>) lanes_for = DPK_FOR_ISA(isa, lanes_for<T>);
+  decltype(&portable::panel_columns<T>) panel_columns = DPK_FOR_ISA(isa, panel_columns<T>);
   decltype(&portable::add_bias<T>) add_bias = DPK_FOR_ISA(isa, add_bias<T>);
   decltype(&portable::relu_back<T>) relu_back = DPK_FOR_ISA(isa, relu_back<T>);
   decltype(&portable::tanh_back<T>) tanh_back = DPK_FOR_ISA(isa, tanh_back<T>);
@@ -36,6 +39,7 @@ struct Kernels {
   decltype(&portable::turn<T>) turn = DPK_FOR_ISA(isa, turn<T>);
   decltype(&portable::subtract<T>) subtract = DPK_FOR_ISA(isa, subtract<T>);
   decltype(&portable::linear_back<T>) linear_back = DPK_FOR_ISA(isa, linear_back<T>);
+  decltype(&portable::keep_part<T>) keep_part = DPK_FOR_ISA(isa, keep_part<T>);
 };
 
 // The network as all clients share it.
@@ -51,7 +55,9 @@ struct Shared {
     int64_t flat = network.depth;
     while (flat > 0 && network.layers[flat - 1].is_flat()) --flat;
     for (int64_t l = 0; l < flat; ++l) {
-      images.emplace_back(network.layers[l], kernels.lanes);
+      const NetLayer& layer = network.layers[l];
+      images.emplace_back(layer, kernels.lanes_for(layer.kernel.size[1] * layer.channels),
+                          kernels.panel_columns(layer.outputs));
     }
     trained = 0;
     while (network.layers[trained].kind == LayerKind::pass) ++trained;
@@ -74,6 +80,8 @@ class Training {
 
   void run(const NetClient<T>& client) {
     const Network& network = s_.network;
+    velocity_ = client.velocity;
+    if (velocity_ != nullptr && client.first) std::fill_n(velocity_, network.parameters, T(0));
     if (client.count == 0) {
       for (int64_t j = 0; j < network.parameters; ++j) {
         client.after[j] = client.start == nullptr ? client.before[j] : T(0);
@@ -101,6 +109,7 @@ class Training {
                ? nullptr
                : buffers_.parameters + layer(l).bias;
   }
+  T momentum() const { return T(s_.network.momentum); }
   int64_t packed_of(int64_t l) const {
     return layer(l).kind == LayerKind::convolution ? s_.images[l].packed : 0;
   }
@@ -126,31 +135,43 @@ class Training {
     if (layer(l).kind != LayerKind::convolution) return;
     const ImageLayer& image = s_.images[l];
     const ImageBuffers<T>& own = buffers_.images[l];
-    const int64_t each = image.pieces * k_.lanes;
+    const int64_t each = image.pieces * image.lanes;
     const T* const from = weight(l);
     each_weight(l, [&](int64_t at, int64_t i, int64_t o) {
       own.weights[image.slots[i] + o * each] = from[at];
     });
     std::fill_n(own.panels, image.panels, T(0));
-    std::fill_n(own.sums, image.packed, T(0));
-    std::fill_n(own.bias_sums, layer(l).outputs, T(0));
     fill_panels(l);
+    if (velocity_ == nullptr) return;
+    std::fill_n(own.sums, image.packed, T(0));
+    const T* const last = velocity_ + layer(l).weight;
+    each_weight(l, [&](int64_t at, int64_t i, int64_t o) {
+      own.sums[image.slots[i] + o * each] = last[at];
+    });
+    if (bias(l) != nullptr) std::copy_n(velocity_ + layer(l).bias, layer(l).outputs, own.bias_sums);
   }
 
   void pack(int64_t l) {
     if (layer(l).kind != LayerKind::convolution) return;
     const ImageLayer& image = s_.images[l];
-    const int64_t each = image.pieces * k_.lanes;
+    const int64_t each = image.pieces * image.lanes;
+    const ImageBuffers<T>& own = buffers_.images[l];
     T* const to = weight(l);
-    const T* const from = buffers_.images[l].weights;
-    each_weight(
-        l, [&](int64_t at, int64_t i, int64_t o) { to[at] = from[image.slots[i] + o * each]; });
+    each_weight(l, [&](int64_t at, int64_t i, int64_t o) {
+      to[at] = own.weights[image.slots[i] + o * each];
+    });
+    if (velocity_ == nullptr) return;
+    T* const last = velocity_ + layer(l).weight;
+    each_weight(l, [&](int64_t at, int64_t i, int64_t o) {
+      last[at] = own.sums[image.slots[i] + o * each];
+    });
+    if (bias(l) != nullptr) std::copy_n(own.bias_sums, layer(l).outputs, velocity_ + layer(l).bias);
   }
 
   void fill_panels(int64_t l) {
     const ImageLayer& image = s_.images[l];
     const ImageBuffers<T>& own = buffers_.images[l];
-    const int64_t each = image.pieces * k_.lanes, columns = 2 * k_.lanes;
+    const int64_t each = image.pieces * image.lanes, columns = image.columns;
     const int64_t length = static_cast<int64_t>(image.slots.size());
     for (int64_t o = 0; o < layer(l).outputs; ++o) {
       T* const to = own.panels + o / columns * columns * length + o % columns;
@@ -176,6 +197,7 @@ class Training {
     for (int64_t l = depth - 1; l >= std::max(first, s_.trained); --l) {
       flat_back(client, l, begin, size);
     }
+    for (int64_t l = s_.trained; l < first; ++l) begin_sums(l);
     for (int64_t r = 0; r < size; ++r) {
       for (int64_t l = first - 1; l >= s_.trained; --l) image_back(client, l, begin, r);
     }
@@ -252,13 +274,8 @@ class Training {
       std::copy_n(frame, features, out);
     }
     if (pools) {
-      uint8_t* const which = buffers_.images[l].which + r * features;
-      for (int64_t q = 0; q < own.pooled(); ++q) {
-        const int32_t first = image.under_begin[q];
-        k_.max_of_window(z, image.under.data() + first, image.names.data() + first,
-                         image.under_begin[q + 1] - first, own.outputs, out + q * own.outputs,
-                         which + q * own.outputs);
-      }
+      k_.max_pool(z, image.under_begin.data(), image.under.data(), image.names.data(), own.pooled(),
+                  own.outputs, out, buffers_.images[l].which + r * features);
     }
     activate(l, own.pooled(), out);
     const T* made = out;
@@ -306,10 +323,19 @@ class Training {
     // The block's part of inputs and of what comes back: 20 of 32 KiB of the first-level
     // cache. By size, not tuned.
     const int64_t fit = 20480 / static_cast<int64_t>(sizeof(T)) / (2 * size) / 32 * 32;
+    T* const last = velocity_ == nullptr ? nullptr : velocity_ + own.weight;
     k_.linear_back(size, own.channels, own.outputs, d, flat.inputs,
-                   l > s_.trained ? flat.back : nullptr, weight(l),
+                   l > s_.trained ? flat.back : nullptr, weight(l), last, momentum(),
                    std::clamp<int64_t>(fit, 32, 512));
-    if (bias(l) != nullptr) k_.add_rows(d, size, own.outputs, bias(l));
+    if (bias(l) == nullptr) return;
+    if (last == nullptr) {
+      k_.add_rows(d, size, own.outputs, bias(l));
+      return;
+    }
+    T* const last_bias = velocity_ + own.bias;
+    k_.keep_part(momentum(), own.outputs, last_bias);
+    k_.add_rows(d, size, own.outputs, last_bias);
+    k_.add_rows(last_bias, 1, own.outputs, bias(l));
   }
 
   void image_back(const NetClient<T>& client, int64_t l, int64_t begin, int64_t r) {
@@ -325,10 +351,16 @@ class Training {
     }
     drop(client, l, begin + r, 1, d);
     activation_back(l, mine.outputs + r * features, features, d);
-    const CameBack<T> back = listed(l, r);
     const T* const frame = mine.frames + r * image.frame;
-    const bool further = l > s_.trained;
-    if (further) std::fill_n(buffers_.frame_back, image.frame, T(0));
+    if (l == s_.trained) {
+      const ByOutput<T> all = k_.list_by_output(
+          d, mine.which + r * features, own.pooled(), own.window(), own.outputs,
+          image.list_at.data(), buffers_.output_end, buffers_.output_at, buffers_.output_value);
+      add_gradient(l, d, all, frame);
+      return;
+    }
+    const CameBack<T> back = listed(l, r);
+    std::fill_n(buffers_.frame_back, image.frame, T(0));
     if (own.kind == LayerKind::pass) {
       for (int64_t q = 0; q < back.lists; ++q) {
         for (int32_t e = back.begin[q]; e < back.begin[q + 1]; ++e) {
@@ -337,13 +369,27 @@ class Training {
       }
       return;
     }
-    k_.add_rows(d, own.pooled(), own.outputs, mine.bias_sums);
-    const int64_t each = image.pieces * k_.lanes * own.outputs;
+    add_gradient(l, d,
+                 k_.by_output(back, own.outputs, own.pooled(), buffers_.output_end,
+                              buffers_.output_at, buffers_.output_value),
+                 frame);
+    const int64_t each = image.pieces * image.lanes * own.outputs;
     for (int64_t chunk = 0; chunk < image.chunks; ++chunk) {
-      const int32_t* const pieces = image.piece_at.data() + chunk * image.pieces;
-      k_.patches_back(image.pieces, back, frame, pieces, mine.sums + chunk * each);
-      if (!further) continue;
-      k_.weights_back(image.pieces, back, mine.weights + chunk * each, pieces, buffers_.frame_back);
+      k_.weights_back(image.lanes, image.pieces, back, mine.weights + chunk * each,
+                      image.piece_at.data() + chunk * image.pieces, buffers_.frame_back);
+    }
+  }
+
+  // Adds a record's gradient to the sums of convolution l; d: what came back, [pooled, outputs].
+  void add_gradient(int64_t l, const T* d, const ByOutput<T>& back, const T* frame) {
+    const ImageLayer& image = s_.images[l];
+    const NetLayer& own = image.layer;
+    const ImageBuffers<T>& mine = buffers_.images[l];
+    if (bias(l) != nullptr) k_.add_rows(d, own.pooled(), own.outputs, mine.bias_sums);
+    const int64_t each = image.pieces * image.lanes * own.outputs;
+    for (int64_t chunk = 0; chunk < image.chunks; ++chunk) {
+      k_.patches_back(image.lanes, image.pieces, back, frame,
+                      image.piece_at.data() + chunk * image.pieces, mine.sums + chunk * each);
     }
   }
 
@@ -364,33 +410,44 @@ class Training {
     const ImageLayer& image = s_.images[l];
     const NetLayer& own = image.layer;
     const int64_t window = own.window();
+    const int32_t* const at = image.list_at.data();
     k_.list_by_place(buffers_.d, buffers_.images[l].which + r * own.features(), own.pooled(),
-                     window, own.outputs, buffers_.begin, buffers_.output, buffers_.value);
-    return {own.pooled() * window, image.list_at.data(), buffers_.begin, buffers_.output,
+                     window, own.outputs, at, buffers_.begin, buffers_.output, buffers_.entry_at,
+                     buffers_.value);
+    return {own.pooled() * window, at, buffers_.begin, buffers_.output, buffers_.entry_at,
             buffers_.value};
   }
 
-  // Adds a batch's gradient to the weights. Only numbers of a patch: what fills up its vectors are
+  // What the last step added, times momentum: the batch's gradient is added up on top of it, and
+  // the sum is the next step.
+  void begin_sums(int64_t l) {
+    if (layer(l).kind != LayerKind::convolution) return;
+    k_.keep_part(momentum(), s_.images[l].packed, buffers_.images[l].sums);
+    if (bias(l) != nullptr) {
+      k_.keep_part(momentum(), layer(l).outputs, buffers_.images[l].bias_sums);
+    }
+  }
+
+  // Adds a step to the weights. Only numbers of a patch: what fills up its vectors are
   // neighbours' numbers in the gradient, and must stay zero in the weights.
   void image_step(int64_t l) {
     if (layer(l).kind != LayerKind::convolution) return;
     const ImageLayer& image = s_.images[l];
     const ImageBuffers<T>& own = buffers_.images[l];
-    const int64_t each = image.pieces * k_.lanes;
+    const int64_t each = image.pieces * image.lanes;
     for (int64_t o = 0; o < layer(l).outputs; ++o) {
       T* const weights = own.weights + o * each;
       const T* const sums = own.sums + o * each;
       for (const int32_t slot : image.slots) weights[slot] += sums[slot];
     }
-    std::fill_n(own.sums, image.packed, T(0));
     if (bias(l) != nullptr) k_.add_rows(own.bias_sums, 1, layer(l).outputs, bias(l));
-    std::fill_n(own.bias_sums, layer(l).outputs, T(0));
     fill_panels(l);
   }
 
   const Shared<T>& s_;
   const Kernels<T>& k_;
   Buffers<T> buffers_;
+  T* velocity_ = nullptr;  // of the client; null without momentum
 };
 
 int tasks_for(int64_t count, const Executor& executor) {

@@ -15,11 +15,19 @@ struct PatchRuns {
 };
 
 // Numbers that came back to outputs of a convolution and are not zero: list q, of position at[q] in
-// the frame, has entries [begin[q], begin[q + 1]).
+// the frame, has entries [begin[q], begin[q + 1]); entry_at: the position of each entry.
 template <class T>
 struct CameBack {
   int64_t lists;
-  const int32_t *at, *begin, *output;
+  const int32_t *at, *begin, *output, *entry_at;
+  const T* value;
+};
+
+// The same by output: those of output o are [o most, end[o]) of at and value.
+template <class T>
+struct ByOutput {
+  int64_t outputs, most;
+  const int32_t *at, *end;
   const T* value;
 };
 
@@ -38,9 +46,9 @@ struct ImageLayer {
   NetLayer layer;
   int64_t frame;  // how many numbers
   PatchRuns patch;
-  int64_t chunks, pieces;         // a patch is chunks x pieces vectors
+  int64_t lanes, chunks, pieces;  // a patch is chunks x pieces vectors
   int64_t packed;                 // numbers of the weights as the backward pass takes them
-  int64_t panels;                 // and as the forward pass does
+  int64_t columns, panels;        // and as the forward pass does, in panels of so many outputs
   std::vector<int32_t> at;        // where the patch of each position begins
   std::vector<int32_t> piece_at;  // where each piece begins in the patch
   std::vector<int32_t> slots;     // where each weight of a patch lies among an output's packed ones
@@ -49,10 +57,12 @@ struct ImageLayer {
   std::vector<uint8_t> names;    // which place in the window each is
   std::vector<int32_t> list_at;  // [pooled, window]: the patch of each place
 
-  ImageLayer(const NetLayer& layer, int64_t lanes);
+  // lanes: of the vectors that a run of the patch is taken in. columns: of a panel.
+  ImageLayer(const NetLayer& layer, int64_t lanes, int64_t columns);
 };
 
-inline ImageLayer::ImageLayer(const NetLayer& given, int64_t lanes) : layer(given) {
+inline ImageLayer::ImageLayer(const NetLayer& given, int64_t lanes_of_runs, int64_t panel_columns)
+    : layer(given), lanes(lanes_of_runs), columns(panel_columns) {
   const Window& kernel = layer.kernel;
   const int64_t width = layer.width + 2 * kernel.padding[1], channels = layer.channels;
   frame = (layer.height + 2 * kernel.padding[0]) * width * channels;
@@ -61,7 +71,7 @@ inline ImageLayer::ImageLayer(const NetLayer& given, int64_t lanes) : layer(give
   chunks = (all + kMostPieces - 1) / kMostPieces;
   pieces = (all + chunks - 1) / chunks;
   packed = chunks * pieces * lanes * layer.outputs;
-  panels = patch.runs * patch.length * round_up(layer.outputs, 2 * lanes);
+  panels = patch.runs * patch.length * round_up(layer.outputs, columns);
   for (int64_t y = 0; y < layer.conv_size(0); ++y) {
     for (int64_t x = 0; x < layer.conv_size(1); ++x) {
       const int64_t begin = y * kernel.stride[0] * width + x * kernel.stride[1];
