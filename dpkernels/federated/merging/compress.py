@@ -74,7 +74,7 @@ def compress(
         value of the state.
     form: ``symmetric``: as many bits as fit, ``budget.solve``. ``paper``: as FedFisher's Appendix
         C, whose formula counts no scales: diagonals exceed the budget by 8 bytes a layer and the
-        header, and the factors that come back are not positive semidefinite.
+        header, and nothing keeps the factors that come back positive semidefinite.
     layout: what the server has already, ``Layout.of(state, fisher)`` of its own; the payload then
         has no names and shapes, and ``decompress`` needs it. None: they are in it.
 
