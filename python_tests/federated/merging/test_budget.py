@@ -35,6 +35,14 @@ def test_the_papers_rank_is_its_formula(name, size, l_v):
     assert bits(l_v) <= 16 * size < bits(l_v + 1)
 
 
+@pytest.mark.parametrize(("s_q", "bits"), [(2, 16), (4, 8), (6, 5)])
+def test_other_factors_of_its_table_5_leave_other_ranks(s_q, bits):
+    layout = layout_of(LENET)
+    found = paper_settings(layout, fedavg_bytes(layout), s_q)
+    # 1752 values for each rank, 707,040 bits.
+    assert (found.factors, found.rank) == (bits, 16 * 44190 // (bits * 1752))
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_papers_form_fits_with_factors_and_not_with_diagonals(name):
     shapes = NETWORKS[name]

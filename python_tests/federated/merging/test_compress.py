@@ -64,6 +64,7 @@ def test_the_cnns_upload_is_below_fedavgs():
     found, came = decompress(upload.payload)
     # 9 bits: half of 1/255 of a row's largest at every entry, about a third of it typical.
     assert error(fisher, came) < 1 / 255
+    assert all(torch.equal(matrix, matrix.T) for matrix in tensors_of(came))
     for name, tensor in state.items():
         # 12 bits: half of 1/2047 of the row's largest, and a rounding to float32.
         rows, sent = found[name].flatten(1), tensor.flatten(1)
@@ -247,6 +248,10 @@ def test_other_input_is_refused():
     ]:
         with pytest.raises(ValueError, match=words):
             compress(state, Fisher(wrong, {}, 1))
+    with pytest.raises(ValueError, match="s_q is of form 'paper'"):
+        compress(state, fisher, s_q=4)
+    with pytest.raises(ValueError, match="s_q: must be 1 to 16"):
+        compress(state, fisher, form="paper", s_q=17)
     with pytest.raises(ValueError, match=r"state\['steps'\] must be floating point"):
         compress({**state, "steps": torch.zeros(3, dtype=torch.int64)}, fisher)
     with pytest.raises(ValueError, match="parameters of the state"):
@@ -255,6 +260,24 @@ def test_other_input_is_refused():
         compress(state, dataclasses.replace(fisher, records=-1), budget=20_000)
     with pytest.raises(ValueError, match="layout must be of this state"):
         compress(state, fisher, layout=Layout.of(*made(SMALL)))
+
+
+def test_noise_below_zero_counts_as_zero():
+    state, fisher = made(SMALL)
+    layer = fisher.layers["fc1"]
+    assert isinstance(layer, Kronecker)
+    noisy = dataclasses.replace(layer, g=layer.g - 0.5 * torch.eye(12))
+    values, vectors = torch.linalg.eigh(noisy.g.double())
+    nearest = (vectors * values.clamp(min=0)) @ vectors.T
+
+    sent = Fisher({**fisher.layers, "fc1": noisy}, {}, 1)
+    _, came = decompress(compress(state, sent, budget=100_000).payload)
+
+    found = came.layers["fc1"]
+    assert isinstance(found, Kronecker) and bool((values < 0).any())
+    assert_valid(came)
+    # 16 bits of each entry of the root, and nothing on the diagonal but what they miss.
+    assert float((found.g - nearest).norm()) <= 2.0**-14 * 12**0.5 * float(nearest.norm())
 
 
 def test_fedavgs_bytes_are_the_default():
