@@ -98,8 +98,8 @@ def _plan(mine: Tensor, wanted: Tensor, cost: Cost, solver: _Solver) -> Tensor:
     """Return the cheapest plan ``[mine, wanted]`` with columns of sum 1 and equal rows."""
     if cost == "directions":
         mine, wanted = (torch.nn.functional.normalize(rows, dim=1) for rows in (mine, wanted))
-    # Differences, not products: of equal units the distance is 0, and not what rounding leaves.
-    distances = torch.cdist(mine, wanted, compute_mode="donot_use_mm_for_euclid_dist").square()
+    squares = mine.square().sum(1, keepdim=True) + wanted.square().sum(1)
+    distances = (squares - 2 * mine @ wanted.T).clamp_min(0)
     mass = np.full(len(mine), len(wanted) / len(mine))
     # Whole masses make a plan of equal widths a permutation of exact zeros and ones.
     plan = solver(mass, np.ones(len(wanted)), distances.cpu().numpy())
