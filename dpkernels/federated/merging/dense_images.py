@@ -19,8 +19,8 @@ class Generator(nn.Module):
     """Noise ``[N, latent]`` to images ``[N, C, H, W]`` in [0, 1], any H and W.
 
     A linear layer makes ``2 channels`` maps of a quarter of the size; two convolutions, each after
-    doubling the size, and a third make the image. About ``37 channels^2 H W / 4`` multiplications
-    an image.
+    doubling the size, and a third make the image. About ``27 channels^2 H W`` multiplications an
+    image. Weights are drawn as the authors draw them, from torch's default generator.
     """
 
     def __init__(self, latent: int, channels: int, shape: tuple[int, int, int]) -> None:

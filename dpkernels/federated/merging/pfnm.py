@@ -10,7 +10,7 @@ makes each layer a few units wider, and such a unit is shrunk by half.
 
 Differences from the code that they ran: all clients are gone through until nothing changes (there,
 five times in random orders); the prior mean of a bias is 0 (there 0.1, and networks without biases
-were given some); popularity counts twice its logarithm, as printed (there once, and capped at 10);
+were given some); popularity counts as the posterior has it (there half of that, and capped at 10);
 a layer's width has no bound unless ``most`` is given (there 700).
 """
 
