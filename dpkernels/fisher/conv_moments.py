@@ -76,9 +76,8 @@ def _by_rows(x: Tensor, shape: ConvolutionShape) -> Tensor:
     for apart in range(high):
         sums = x.new_zeros(high - apart, rows.shape[2], rows.shape[2])
         for kernel_rows, chosen in _row_groups(shape, high - apart):
-            first = rows[chosen].flatten(0, 1)
-            second = rows[[r + hole * apart for r in chosen]].flatten(0, 1) if apart else first
-            product = first.mT @ second
+            own, other = (_taken(rows, chosen, ahead) for ahead in (0, hole * apart))
+            product = own.mT @ other
             for i in kernel_rows:
                 sums[i] += product
         for i, own in enumerate(sums):
@@ -99,6 +98,14 @@ def _row_groups(shape: ConvolutionShape, count: int) -> list[tuple[tuple[int, ..
     for row, kernel_rows in users.items():
         groups.setdefault(tuple(kernel_rows), []).append(row)
     return list(groups.items())
+
+
+def _taken(rows: Tensor, chosen: list[int], ahead: int) -> Tensor:
+    """Return some of rows ``[H, B, n]`` as ``[rows B, n]``, without a copy if they are in a row."""
+    first, last = chosen[0] + ahead, chosen[-1] + ahead + 1
+    if last - first == len(chosen):
+        return rows[first:last].flatten(0, 1)
+    return rows[[r + ahead for r in chosen]].flatten(0, 1)
 
 
 def _along_diagonals(product: Tensor, shape: ConvolutionShape) -> Tensor:

@@ -84,6 +84,25 @@ def test_several_inputs_go_in_as_arguments():
     assert_equal(fisher_information(model, [list(p) for p in parts], expectation="exact"), whole)
 
 
+@pytest.mark.parametrize("takes_any_layout", [True, False])
+def test_channels_go_last_where_the_model_lets_them(takes_any_layout):
+    layouts = []
+
+    class Flat(nn.Module):
+        def forward(self, x):
+            layouts.append(x.is_contiguous(memory_format=torch.channels_last))
+            return x.flatten(1) if takes_any_layout else x.view(len(x), -1)
+
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(1, 2, 3)
+    model = nn.Sequential(convolution, Flat(), nn.Linear(32, 3)).double()
+    x = torch.randn(9, 1, 6, 6).double()
+    found = fisher_information(model, [x], kind="diagonal", expectation="exact")
+    assert layouts[-1] == takes_any_layout
+    for name, values in squares_by_class(model, x).items():
+        assert_same(found.layers[name].values, values)
+
+
 def test_the_model_and_the_generators_stay_as_they_are():
     torch.manual_seed(0)
     norm = nn.BatchNorm2d(4).eval().requires_grad_(False)
