@@ -45,7 +45,7 @@ def channel_moment(errors: Tensor) -> Tensor:
     """Return the mean of d d^T over records and positions of errors ``[B, O, *output]``.
 
     As ``dpkernels.ops.kron.second_moment`` with ``channel_dim=1``, but for channels in front of
-    positions one product for each record: of 6 channels, a tenth of the time.
+    positions one product for each record: of 6 channels, a ninth of the time.
     """
     d = errors.detach().to(sum_dtype(errors.dtype)).flatten(2)
     if d.is_contiguous():
