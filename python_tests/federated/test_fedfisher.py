@@ -12,6 +12,7 @@ from dpkernels.federated import FedFisher, Message, ModelProblem
 from dpkernels.federated.client_noise import ClientNoise
 from dpkernels.federated.fisher_vectors import packed_fisher, unpacked_fisher
 from dpkernels.federated.merging import ConjugateGradients, merge
+from dpkernels.federated.public_probes import kfac_at
 from dpkernels.federated.record_factors import record_signs
 from dpkernels.fisher import fisher_information
 from dpkernels.fisher.errors import sign_errors
@@ -67,7 +68,7 @@ def test_one_round_without_a_budget_is_local_training_and_a_merge():
     assert torch.equal(uploads[:, -1], torch.tensor(COUNTS, dtype=torch.float64))
     for row, model, part in zip(range(len(ids)), models, held._parts, strict=True):
         if len(part):
-            # One sign for each class and record is unbiased, and E is exact for exact labels.
+            # A has no chance in it; how G is estimated is the matter of ``fisher``'s own tests.
             exact = fisher_information(held.model_at(model), [held._x[part]], expectation="exact")
             for name, block in exact.layers.items():
                 torch.testing.assert_close(fishers[row].layers[name].a, block.a, **EXACT)
@@ -279,7 +280,7 @@ def test_a_client_that_was_lost_once_is_not_merged():
     def transport(index, ids, uploads):
         for client, upload in zip(ids.tolist(), uploads, strict=True):
             if lost[index] != client:
-                yield Message(index, client, upload)
+                yield Message(client, index, upload)
 
     run = made("none weighted", transport=transport, epsilon=None)
     seen = watched(run)
@@ -322,9 +323,8 @@ def test_a_later_round_starts_from_the_merged_model(name):
         for _ in range(a_round):
             run.round()
             if not run.finished:
-                assert torch.equal(
-                    run.algorithm.broadcast(run.stages[0], run.server)["theta"], run.model()
-                )
+                sent = run.algorithm.broadcast(run.stages[0], run.server)
+                assert torch.equal(sent["theta"], run.model())
     assert run.finished
     assert not any(torch.equal(one, run.model()) for one in starts)
 
@@ -359,9 +359,10 @@ def test_what_the_server_merges_is_semidefinite_however_much_noise_there_is():
 
 
 def test_probes_and_public_inputs_cost_no_budget():
-    alone = made("none")
-    for name in ("public",):
-        run = made(name)
+    alone, held = made("none"), problem(public=inputs("linear", 10, dtype=torch.float32))
+    for factors in ("public", "probes"):
+        algorithm = FedFisher(local_steps=2, factors=factors, weights="equal")
+        run = federation(algorithm, held)
         assert [stage.name for stage in run.stages] == ["models"]
         assert run.multipliers["models"] == alone.multipliers["models"]
 
@@ -383,8 +384,6 @@ def test_records_have_no_say_in_clips_and_factors_of_probes():
 
 @pytest.mark.parametrize("bound", [0.01, 1.0])
 def test_preconditioned_gradients_are_clipped_after_the_preconditioner(bound):
-    from dpkernels.federated.public_probes import kfac_at
-
     held = problem(counts=(1, 1), dtype=torch.float64)
     theta = held.initial()
     sides = kfac_at(held, theta)
