@@ -20,6 +20,7 @@ from dpkernels.fisher.estimate import information
 from python_tests.federated.cases import finish, watched
 from python_tests.federated.fedfisher_cases import CLASSES, COUNTS, federation, inputs, problem
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*with the fixed seed")
 PLAIN = FedFisher(training="sgd", local_epochs=2, local_batch=4, local_lr=0.1)
 PRIVATE = FedFisher(local_steps=3, local_lr=0.3, factor_steps=2)
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
