@@ -60,9 +60,14 @@ class FedFisher(Algorithm):
         holds wherever they are taken, but where a client came without noise would tell of its
         records. The noise is known, and taken out of eigenvalues (``noisy_factors``).
 
+    Noise: N(0, (m S)^2) in every element of every release, once, from the client's own key.
+    Sampling: records by Poisson, anew for each release, if the federation has a ``record_rate``;
+    clients are seen, so that drawing them amplifies nothing.
+
     A record is with one client, so what it costs is what its own client's uploads tell, whichever
     client that is: epsilon is the largest client's, and ``Federation``'s for all.
 
+    local_epochs, local_batch, local_momentum: of "sgd" alone; local_steps, clip: of the others.
     fisher: Kronecker-factored or diagonal. iterations, damping: of the merge.
     factors: what F_i is made of. ``records``: the client's. ``public``: inputs that are declared
         public (``ModelProblem.public``); ``probes``: synthetic ones; both at the released W_i, so
