@@ -166,6 +166,8 @@ def _listing() -> str:
     for name, known in ALGORITHMS.items():
         models = "networks" if known.network else "logistic or networks"
         takes = f"; {models}" if known.models else ""
-        lines.append(f"  {name.ljust(width)}  {known.about}{takes}; {' or '.join(known.units)}")
+        seen = "" if len(known.views) > 1 else f"; {known.views[0]} only"
+        units = f"{' or '.join(known.units)}{seen}"
+        lines.append(f"  {name.ljust(width)}  {known.about}{takes}; {units}")
         lines.append(f"  {' ' * width}    settings: {', '.join(known.settings)}")
     return "\n".join(lines)
