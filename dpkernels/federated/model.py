@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Iterator
 
 import torch
@@ -12,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from dpkernels.engine import PrivateTraining, make_private
 from dpkernels.engine.sides import Preconditioner
 from dpkernels.federated.local import (
+    EngineSums,
     Grams,
     Plan,
     Way,
@@ -22,6 +21,7 @@ from dpkernels.federated.local import (
     chained_updates,
     clipped_sums,
     plan_of,
+    private_copy,
     stacked_updates,
     vmapped_updates,
 )
@@ -71,6 +71,7 @@ class ModelProblem(Problem):
     ) -> None:
         self.public = public
         self._preconditioner: Preconditioner | None = None
+        self._engine: EngineSums | None = None
         self.model, self._x, self._y, self._parts = model, x, y, parts
         self._x_test, self._y_test = x_test, y_test
         self._loss, self._size = loss, physical_batch_size
@@ -86,7 +87,8 @@ class ModelProblem(Problem):
                 "has twice, moves what is released by more than one record may"
             )
         self._way, self._grams = local, Grams(x.flatten(1), parts)
-        self._private(1.0).detach()
+        # Refuses models; what their calls show is looked at before the first clipped sum.
+        private_copy(model, 1.0)
 
     @property
     def record_shape(self) -> tuple[int, ...]:
@@ -119,7 +121,7 @@ class ModelProblem(Problem):
             alone. A bound on the sum is the same with it. Clipped sums alone know of it.
         """
         own = copy.copy(self)
-        own._preconditioner = preconditioner
+        own._preconditioner, own._engine = preconditioner, None
         return own
 
     def initial(self) -> Tensor:
@@ -165,34 +167,17 @@ class ModelProblem(Problem):
         return self._clipped_by_engine(cohort, theta, bound)
 
     def _clipped_by_engine(self, cohort: Cohort, theta: Tensor, bound: float) -> Tensor:
-        training = self._private(bound)
-        try:
-            sums = [self._clipped(training, rows) for rows in self._at_each(cohort, theta)]
-        finally:
-            training.detach()
-        return torch.stack(sums) if sums else theta.new_zeros(0, *self.shape)
-
-    def _private(self, bound: float) -> PrivateTraining:
-        optimizer = torch.optim.SGD(self._trained, lr=0.0)
-        with warnings.catch_warnings():
-            # Federation adds the noise, to each client's upload.
-            warnings.filterwarnings("ignore", message=".*adds no noise", category=UserWarning)
-            return make_private(
-                self.model,
-                optimizer,
-                noise_multiplier=0.0,
-                max_grad_norm=bound,
-                expected_batch_size=1.0,
-                loss_reduction="sum",
-                preconditioner=self._preconditioner,
+        if self._engine is None or self._engine.bound != bound:
+            self._engine = EngineSums(
+                self.model, self._loss, bound, self._preconditioner, self._x, self._y
             )
-
-    def _clipped(self, training: PrivateTraining, rows: Tensor) -> Tensor:
-        self._backward(rows)
-        training.optimizer.step()
-        found = self._gradient()
-        training.optimizer.zero_grad()
-        return found
+        sums = [
+            self._engine.of(
+                theta if theta.dim() == 1 else theta[i], self._x[rows], self._y[rows], self._size
+            )
+            for i, rows in enumerate(cohort.held)
+        ]
+        return torch.stack(sums) if sums else theta.new_zeros(0, *self.shape)
 
     def gradient_sums(self, cohort: Cohort, theta: Tensor) -> Tensor:
         """Return sums without a clip, ``[k, D]``."""

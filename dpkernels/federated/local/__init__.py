@@ -3,6 +3,7 @@
 from dpkernels.federated.local.chain import Chain, chain_of
 from dpkernels.federated.local.chained import chained_updates
 from dpkernels.federated.local.clipped import clipped_sums
+from dpkernels.federated.local.engine_sums import EngineSums, private_copy
 from dpkernels.federated.local.gram import Grams
 from dpkernels.federated.local.network import network_of
 from dpkernels.federated.local.plan import Plan, Way, plan_of
@@ -11,6 +12,7 @@ from dpkernels.federated.local.vmapped import vmapped_updates
 
 __all__ = [
     "Chain",
+    "EngineSums",
     "Grams",
     "Plan",
     "Way",
@@ -19,6 +21,7 @@ __all__ = [
     "clipped_sums",
     "network_of",
     "plan_of",
+    "private_copy",
     "stacked_updates",
     "vmapped_updates",
 ]
