@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,6 @@ from dpkernels.repro.federated.fedfisher_two_layer import (
 
 SERVER_RATE = 0.001  # eta_S of Appendix D
 SERVER_STEPS = (10_000, 100_000, 1_000_000)
-SEEDS = 10
-WIDTHS = tuple(2**k for k in range(5, 13))
-STEPS = tuple(2**k for k in range(14))
 # Neurons that are trained at once: enough to outweigh a call's overhead, few enough for a cache.
 _TOGETHER = 16384
 
@@ -40,7 +37,7 @@ class Sweep:
     shared: bool = False
     rate: float = 0.1
     joint: bool = False
-    seeds: int = SEEDS
+    seeds: int = 10
 
     @property
     def by_width(self) -> bool:
@@ -66,16 +63,27 @@ class Swept:
     where: dict[str, Any]
 
 
-def sweeps(seeds: int, widths: Sequence[int], steps: Sequence[int]) -> list[Sweep]:
+@dataclass(frozen=True)
+class Scale:
+    """How much is run. Sweeps over widths are at K = ``at_steps``, those over K at ``at_width``."""
+
+    seeds: int = 10
+    widths: tuple[int, ...] = tuple(2**k for k in range(5, 13))
+    steps: tuple[int, ...] = tuple(2**k for k in range(14))
+    at_width: int = 512
+    at_steps: int = 2048
+
+
+def sweeps(scale: Scale) -> list[Sweep]:
     """Return what is run: the two panels of Figure 1, a larger local rate, and the control."""
-    widths, steps = tuple(widths), tuple(steps)
-    fixed, most = 512, 2048
+    by_width = Sweep(scale.widths, (scale.at_steps,), seeds=scale.seeds)
+    by_steps = Sweep((scale.at_width,), scale.steps, joint=True, seeds=scale.seeds)
     return [
-        Sweep(widths, (most,), seeds=seeds),
-        Sweep((fixed,), steps, joint=True, seeds=seeds),
-        Sweep((fixed,), steps, rate=1.0, seeds=seeds),
-        Sweep(widths, (most,), shared=True, seeds=seeds),
-        Sweep((fixed,), steps, shared=True, joint=True, seeds=seeds),
+        by_width,
+        by_steps,
+        replace(by_steps, rate=1.0, joint=False),
+        replace(by_width, shared=True),
+        replace(by_steps, shared=True),
     ]
 
 

@@ -18,12 +18,10 @@ from typing import Any
 from dpkernels.precondition.diagnostics_plots import require_matplotlib
 from dpkernels.repro import provenance
 from dpkernels.repro.federated.fedfisher_sweeps import (
-    SEEDS,
     SERVER_RATE,
     SERVER_STEPS,
-    STEPS,
-    WIDTHS,
     Cell,
+    Scale,
     Sweep,
     Swept,
     run,
@@ -53,10 +51,8 @@ _COLOURS = {name: f"C{n}" for n, name in enumerate(_LINES)}
 
 def conduct(
     output: Path,
+    scale: Scale | None = None,
     *,
-    seeds: int = SEEDS,
-    widths: Sequence[int] = WIDTHS,
-    steps: Sequence[int] = STEPS,
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[Path]:
     """Run all, and write ``fedfisher_theorem`` as JSON, Markdown and a picture.
@@ -64,17 +60,19 @@ def conduct(
     Every sweep is written when it is done, and one that the JSON file has at the same settings is
     not run again; delete the file to start anew. About two minutes of one core.
 
+    scale: how much is run, by default what was published.
     tell: gets a line as each sweep ends.
 
     Raises RuntimeError without matplotlib, which the ``plots`` extra has.
     """
+    scale = scale or Scale()
     require_matplotlib()
     # Before anything runs: who edits the sources meanwhile does not change what ran.
     where = provenance.collect()
     output.mkdir(parents=True, exist_ok=True)
     files = [output / f"{NAME}.{suffix}" for suffix in ("json", "md", "png")]
-    least = [least_eigenvalue(draw(seed, 1).inputs) for seed in range(seeds)]
-    plan = sweeps(seeds, widths, steps)
+    least = [least_eigenvalue(draw(seed, 1).inputs) for seed in range(scale.seeds)]
+    plan = sweeps(scale)
     found = {one.sweep: one for one in load(files[0])}
     for sweep in plan:
         if sweep not in found:
@@ -155,12 +153,16 @@ def _lines(one: Swept) -> list[str]:
     return [name for name in _LINES if name in one.cells[0].values]
 
 
+def _figure(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.2g}"
+
+
 def _grid(one: Swept, names: Sequence[str], labels: Sequence[str]) -> list[str]:
     head = ["m" if one.sweep.by_width else "K", *labels]
     rows = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for cell in one.cells:
         figures = [cell.values[name] for name in names]
-        shown = [f"{median(values):.2g} ({mean(values):.2g})" for values in figures]
+        shown = [f"{_figure(median(values))} ({_figure(mean(values))})" for values in figures]
         rows.append("| " + " | ".join([str(_at(one, cell)), *shown]) + " |")
     return rows
 
@@ -177,23 +179,30 @@ def _distances(one: Swept) -> list[str]:
 
 
 def _shapes(one: Swept) -> list[str]:
-    """Return how each line runs: at how many doublings it falls, and its end over its least."""
+    """Return how each line runs: at how many doublings it falls, and whether it rises at the end."""
+    steps, seeds = len(one.cells) - 1, one.sweep.seeds
     rows = [
-        "| line | doublings at which the median falls (the mean) | least median at (mean) | "
-        "last over least, median (mean) |",
-        "|---|---|---|---|",
+        f"| line | doublings, of {steps}, at which the median falls (the mean) | least median at "
+        f"(mean) | last over least, median (mean) | seeds, of {seeds}, whose last is above their "
+        "loss where the median is least |",
+        "|---" * 5 + "|",
     ]
     for name in _lines(one):
-        falls, places, ratios = [], [], []
+        falls, least, ratios = [], [], []
         for summary in (median, mean):
             values = [summary(cell.values[name]) for cell in one.cells]
             falls.append(sum(b < a for a, b in pairwise(values)))
-            places.append(_at(one, one.cells[values.index(min(values))]))
+            least.append(one.cells[values.index(min(values))])
             ratios.append(values[-1] / min(values))
-        rows.append(
-            f"| {_LINES[name]} | {falls[0]} ({falls[1]}) of {len(one.cells) - 1} | {places[0]} "
-            f"({places[1]}) | {ratios[0]:.2f} ({ratios[1]:.2f}) |"
-        )
+        ends = zip(one.cells[-1].values[name], least[0].values[name], strict=True)
+        cells = [
+            _LINES[name],
+            f"{falls[0]} ({falls[1]})",
+            f"{_at(one, least[0])} ({_at(one, least[1])})",
+            f"{ratios[0]:.2f} ({ratios[1]:.2f})",
+            str(sum(last > at for last, at in ends)),
+        ]
+        rows.append("| " + " | ".join(cells) + " |")
     return rows
 
 
