@@ -236,6 +236,10 @@ def test_measured_figures_are_what_their_names_say():
     assert found["limit"] == network.loss(server.limit(), scene)
     # All features are independent here: the linear models keep what the clients learnt.
     assert found["linear"] == pytest.approx(found["local"], rel=1e-9)
+    slowest = server.after(round(found["patience"]), sweeps.SERVER_RATE) - server.limit()
+    along = float(server.directions[-1] @ slowest.flatten())
+    start = float(server.misses[-1] / server.values[-1])
+    assert along == pytest.approx(-start / math.e, rel=1e-2)
     assert found["apart"] == float((models[0] - models[1]).norm(dim=1).max())
     assert found["apart"] <= 2 * found["moved"]
 

@@ -92,7 +92,8 @@ def measure(scene: Scene, models: Tensor) -> dict[str, float]:
 
     ``local`` is each client's loss at home, ``fedavg`` that of the mean, ``limit`` L(W*),
     ``after_T`` that of T steps of gradient descent; ``linear`` is the loss at W* of the
-    linearised models phi_ij . W, what L(W*) would be without the Laplace error.
+    linearised models phi_ij . W, what L(W*) would be without the Laplace error. ``patience`` is
+    after how many steps the slowest direction is a share 1/e away from W*.
     Distances are of a neuron, the largest: ``moved`` |w_i - w_0|, ``apart`` |w_i - w_j|,
     ``limit_away`` and ``after_T_away`` from the clients' neurons to the server's.
     """
@@ -105,6 +106,7 @@ def measure(scene: Scene, models: Tensor) -> dict[str, float]:
         "limit": loss(limit, scene),
         "linear": float((predicted - scene.labels).square().mean()) / 2,
         "rank": float(len(server.values)),
+        "patience": 1 / (SERVER_RATE * float(server.values[-1]) ** 2),
         "moved": _furthest(models, scene.weights),
         "apart": max(_furthest(models, model) for model in models),
         "limit_away": _furthest(models, limit),

@@ -154,7 +154,7 @@ def _lines(one: Swept) -> list[str]:
 
 
 def _figure(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.2g}"
+    return f"{value:.0f}" if 100 <= value < 1e6 else f"{value:.2g}"
 
 
 def _grid(one: Swept, names: Sequence[str], labels: Sequence[str]) -> list[str]:
@@ -173,13 +173,14 @@ def _losses(one: Swept) -> list[str]:
 
 
 def _distances(one: Swept) -> list[str]:
-    names = ["rank", *_DISTANCES]
-    labels = ["rank of sum F", *(f"furthest neuron, {label}" for label in _DISTANCES.values())]
+    names = ["rank", "patience", *_DISTANCES]
+    labels = ["rank of sum F", "steps T to W*"]
+    labels += [f"furthest neuron, {label}" for label in _DISTANCES.values()]
     return _grid(one, names, labels)
 
 
 def _shapes(one: Swept) -> list[str]:
-    """Return how each line runs: at how many doublings it falls, and whether it rises at the end."""
+    """Return how each line runs: at how many doublings it falls, whether it ends in a rise."""
     steps, seeds = len(one.cells) - 1, one.sweep.seeds
     rows = [
         f"| line | doublings, of {steps}, at which the median falls (the mean) | least median at "
