@@ -6,6 +6,8 @@ import json
 import math
 import statistics
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from dpkernels.repro.federated import fedfisher_two_layer as network
 from dpkernels.repro.federated.fedfisher_two_layer import Scene, Server, draw, features, outputs
 
 EPS = torch.finfo(torch.float64).eps
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
 def spread(seed: int, width: int, records: int = 3) -> Scene:
@@ -280,3 +283,46 @@ def test_seeds_do_not_depend_on_how_many_are_trained_at_once(monkeypatch):
     alone = sweeps.run(sweep)[0].values
     for name in ("local", "fedavg", "joint", "moved"):
         assert together[name] == pytest.approx(alone[name], rel=1e-5)
+
+
+def test_what_is_said_of_the_published_run_is_what_it_found():
+    published = theorem.load(RESULTS / "fedfisher_theorem.json")
+    assert [one.sweep for one in published] == sweeps.sweeps(sweeps.Scale())
+    widths, steps, faster, agreed_widths, agreed_steps = published
+
+    def means(one, name, summary=statistics.mean):
+        return [summary(cell.values[name]) for cell in one.cells]
+
+    def rise(one, name, summary=statistics.mean):
+        values = means(one, name, summary)
+        return round(values[-1] / min(values), 2)
+
+    for name, first, last in (("after_100000", 0.32, 0.14), ("after_10000", 0.19, 0.16)):
+        values = means(widths, name)
+        assert (round(values[0], 2), round(values[-1], 2)) == (first, last)
+    assert sum(b < a for a, b in pairwise(means(widths, "after_100000"))) == 6
+    assert [round(means(widths, "fedavg")[n], 2) for n in (0, -1)] == [0.31, 0.32]
+    for name, expected in (("after_10000", 1.02), ("after_100000", 1.25), ("after_1000000", 1.56)):
+        assert rise(steps, name) == expected
+        assert rise(faster, name) < expected + 0.02
+        medians = means(steps, name, statistics.median)
+        least = steps.cells[medians.index(min(medians))].values[name]
+        last = steps.cells[-1].values[name]
+        assert sum(b > a for a, b in zip(least, last, strict=True)) == 7
+        assert rise(agreed_steps, name) == 1.0
+    for one in (widths, steps):
+        worse = [
+            statistics.mean(cell.values["limit"]) > statistics.mean(cell.values["fedavg"])
+            for cell in one.cells
+        ]
+        assert all(worse)
+    at_2048 = next(cell for cell in steps.cells if cell.steps == 2048).values
+    found = [
+        round(summary(at_2048[name]), digits)
+        for name in ("joint", "after_100000")
+        for summary, digits in ((statistics.median, 3), (statistics.mean, 2))
+    ]
+    assert found == [0.052, 0.14, 0.059, 0.22]
+    assert 1e16 < statistics.median(at_2048["patience"]) < 2e16
+    medians = means(agreed_widths, "limit", statistics.median)
+    assert medians[-1] == min(medians)
