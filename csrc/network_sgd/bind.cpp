@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include <limits>
+#include <optional>
 #include <vector>
 
 #include "common/torch_executor.h"
@@ -17,12 +18,14 @@
 namespace {
 
 struct Arguments {
-  const at::Tensor &parameters, &theta, &records, &rows, &labels;
+  const at::Tensor& parameters;
+  const std::optional<at::Tensor>& velocity;
+  const at::Tensor &theta, &records, &rows, &labels;
   at::IntArrayRef counts;
   at::TensorList masks;
   at::IntArrayRef layers;
   int64_t batch_size;
-  double lr;
+  double lr, momentum;
   bool first, last;
 };
 
@@ -154,6 +157,16 @@ std::vector<dpk::NetLayer> check(const Arguments& args) {
                         static_cast<int64_t>(args.counts.size()) == k && args.batch_size >= 1,
                     "network_epoch_: rows, labels and counts must have one for each client, and "
                     "batch_size must be >= 1");
+  TORCH_CHECK_VALUE(args.momentum >= 0 && args.momentum < 1,
+                    "network_epoch_: momentum must be in [0, 1), got ", args.momentum);
+  TORCH_CHECK_VALUE(args.velocity.has_value() == (args.momentum > 0),
+                    "network_epoch_: velocity must be given with momentum, and only with it");
+  if (args.velocity) {
+    check_table(*args.velocity, type, 2, "velocity");
+    TORCH_CHECK_VALUE(args.velocity->sizes() == args.parameters.sizes(),
+                      "network_epoch_: velocity must be ", args.parameters.sizes(),
+                      ", as parameters are");
+  }
   std::vector<dpk::NetLayer> layers = layers_of(args);
   const int64_t record = layers[0].channels * layers[0].height * layers[0].width;
   TORCH_CHECK_VALUE(args.records.size(1) == record, "network_epoch_: records must be [N, ", record,
@@ -178,12 +191,16 @@ std::vector<dpk::NetLayer> check(const Arguments& args) {
         "network_epoch_: masks must be [k, n, features] uint8 or uint16, dense for each client");
   }
   TORCH_CHECK_VALUE(given == args.masks.size(), "network_epoch_: masks: too many");
-  TORCH_CHECK_VALUE(!args.parameters.requires_grad() &&
-                        (!args.parameters.is_inference() || c10::InferenceMode::is_enabled()),
-                    "network_epoch_: parameters must be writable: no grad, no inference tensor");
+  std::vector<at::Tensor> outputs{args.parameters};
+  if (args.velocity) outputs.push_back(*args.velocity);
+  for (const at::Tensor& output : outputs) {
+    TORCH_CHECK_VALUE(
+        !output.requires_grad() && (!output.is_inference() || c10::InferenceMode::is_enabled()),
+        "network_epoch_: what is written must be writable: no grad, no inference tensors");
+  }
   std::vector<at::Tensor> inputs{args.theta, args.records, args.rows, args.labels};
   inputs.insert(inputs.end(), args.masks.begin(), args.masks.end());
-  dpk::check_disjoint({args.parameters}, inputs);
+  dpk::check_disjoint(outputs, inputs);
   return layers;
 }
 
@@ -206,6 +223,7 @@ void run(const Arguments& args, const std::vector<dpk::NetLayer>& layers) {
   }
   std::vector<dpk::NetClient<T>> clients;
   T* const parameters = args.parameters.mutable_data_ptr<T>();
+  T* const velocity = args.velocity ? args.velocity->mutable_data_ptr<T>() : nullptr;
   for (int64_t i = 0; i < k; ++i) {
     T* const own = parameters + i * size;
     const T* const theta =
@@ -213,12 +231,14 @@ void run(const Arguments& args, const std::vector<dpk::NetLayer>& layers) {
     clients.push_back({args.counts[i], args.rows.const_data_ptr<int64_t>() + i * most,
                        args.labels.const_data_ptr<int64_t>() + i * most,
                        masks.data() + i * layers.size(), args.first ? theta : own, own,
-                       args.last ? theta : nullptr});
+                       args.last ? theta : nullptr,
+                       velocity == nullptr ? nullptr : velocity + i * size, args.first});
   }
   int64_t longest = 1;
   for (const int64_t count : args.counts) longest = std::max(longest, count);
-  const dpk::Network network{layers.data(), static_cast<int64_t>(layers.size()), size,
-                             std::min(args.batch_size, longest), args.lr};
+  const dpk::Network network{layers.data(), static_cast<int64_t>(layers.size()),
+                             size,          std::min(args.batch_size, longest),
+                             args.lr,       args.momentum};
   const dpk::Executor executor = dpk::torch_executor();
   const int64_t bytes = dpk::network_workspace<T>(k, network, executor);
   const at::Tensor workspace = at::empty({bytes}, args.parameters.options().dtype(at::kByte));
@@ -226,12 +246,13 @@ void run(const Arguments& args, const std::vector<dpk::NetLayer>& layers) {
                      workspace.mutable_data_ptr(), executor);
 }
 
-void network_epoch_(const at::Tensor& parameters, const at::Tensor& theta,
-                    const at::Tensor& records, const at::Tensor& rows, const at::Tensor& labels,
-                    at::IntArrayRef counts, at::TensorList masks, at::IntArrayRef layers,
-                    int64_t batch_size, double lr, bool first, bool last) {
-  const Arguments args{parameters, theta,  records,    rows, labels, counts,
-                       masks,      layers, batch_size, lr,   first,  last};
+void network_epoch_(const at::Tensor& parameters, const std::optional<at::Tensor>& velocity,
+                    const at::Tensor& theta, const at::Tensor& records, const at::Tensor& rows,
+                    const at::Tensor& labels, at::IntArrayRef counts, at::TensorList masks,
+                    at::IntArrayRef layers, int64_t batch_size, double lr, double momentum,
+                    bool first, bool last) {
+  const Arguments args{parameters, velocity, theta,      records, rows,     labels, counts,
+                       masks,      layers,   batch_size, lr,      momentum, first,  last};
   const std::vector<dpk::NetLayer> checked = check(args);
   if (parameters.scalar_type() == at::kDouble) {
     run<double>(args, checked);

@@ -36,6 +36,7 @@ struct Kernels {
   decltype(&portable::turn<T>) turn = DPK_FOR_ISA(isa, turn<T>);
   decltype(&portable::subtract<T>) subtract = DPK_FOR_ISA(isa, subtract<T>);
   decltype(&portable::linear_back<T>) linear_back = DPK_FOR_ISA(isa, linear_back<T>);
+  decltype(&portable::keep_part<T>) keep_part = DPK_FOR_ISA(isa, keep_part<T>);
 };
 
 // The network as all clients share it.
@@ -74,6 +75,8 @@ class Training {
 
   void run(const NetClient<T>& client) {
     const Network& network = s_.network;
+    velocity_ = client.velocity;
+    if (velocity_ != nullptr && client.first) std::fill_n(velocity_, network.parameters, T(0));
     if (client.count == 0) {
       for (int64_t j = 0; j < network.parameters; ++j) {
         client.after[j] = client.start == nullptr ? client.before[j] : T(0);
@@ -101,6 +104,7 @@ class Training {
                ? nullptr
                : buffers_.parameters + layer(l).bias;
   }
+  T momentum() const { return T(s_.network.momentum); }
   int64_t packed_of(int64_t l) const {
     return layer(l).kind == LayerKind::convolution ? s_.images[l].packed : 0;
   }
@@ -132,19 +136,31 @@ class Training {
       own.weights[image.slots[i] + o * each] = from[at];
     });
     std::fill_n(own.panels, image.panels, T(0));
-    std::fill_n(own.sums, image.packed, T(0));
-    std::fill_n(own.bias_sums, layer(l).outputs, T(0));
     fill_panels(l);
+    if (velocity_ == nullptr) return;
+    std::fill_n(own.sums, image.packed, T(0));
+    const T* const last = velocity_ + layer(l).weight;
+    each_weight(l, [&](int64_t at, int64_t i, int64_t o) {
+      own.sums[image.slots[i] + o * each] = last[at];
+    });
+    if (bias(l) != nullptr) std::copy_n(velocity_ + layer(l).bias, layer(l).outputs, own.bias_sums);
   }
 
   void pack(int64_t l) {
     if (layer(l).kind != LayerKind::convolution) return;
     const ImageLayer& image = s_.images[l];
     const int64_t each = image.pieces * k_.lanes;
+    const ImageBuffers<T>& own = buffers_.images[l];
     T* const to = weight(l);
-    const T* const from = buffers_.images[l].weights;
-    each_weight(
-        l, [&](int64_t at, int64_t i, int64_t o) { to[at] = from[image.slots[i] + o * each]; });
+    each_weight(l, [&](int64_t at, int64_t i, int64_t o) {
+      to[at] = own.weights[image.slots[i] + o * each];
+    });
+    if (velocity_ == nullptr) return;
+    T* const last = velocity_ + layer(l).weight;
+    each_weight(l, [&](int64_t at, int64_t i, int64_t o) {
+      last[at] = own.sums[image.slots[i] + o * each];
+    });
+    if (bias(l) != nullptr) std::copy_n(own.bias_sums, layer(l).outputs, velocity_ + layer(l).bias);
   }
 
   void fill_panels(int64_t l) {
@@ -176,6 +192,7 @@ class Training {
     for (int64_t l = depth - 1; l >= std::max(first, s_.trained); --l) {
       flat_back(client, l, begin, size);
     }
+    for (int64_t l = s_.trained; l < first; ++l) begin_sums(l);
     for (int64_t r = 0; r < size; ++r) {
       for (int64_t l = first - 1; l >= s_.trained; --l) image_back(client, l, begin, r);
     }
@@ -306,10 +323,19 @@ class Training {
     // The block's part of inputs and of what comes back: 20 of 32 KiB of the first-level
     // cache. By size, not tuned.
     const int64_t fit = 20480 / static_cast<int64_t>(sizeof(T)) / (2 * size) / 32 * 32;
+    T* const last = velocity_ == nullptr ? nullptr : velocity_ + own.weight;
     k_.linear_back(size, own.channels, own.outputs, d, flat.inputs,
-                   l > s_.trained ? flat.back : nullptr, weight(l),
+                   l > s_.trained ? flat.back : nullptr, weight(l), last, momentum(),
                    std::clamp<int64_t>(fit, 32, 512));
-    if (bias(l) != nullptr) k_.add_rows(d, size, own.outputs, bias(l));
+    if (bias(l) == nullptr) return;
+    if (last == nullptr) {
+      k_.add_rows(d, size, own.outputs, bias(l));
+      return;
+    }
+    T* const last_bias = velocity_ + own.bias;
+    k_.keep_part(momentum(), own.outputs, last_bias);
+    k_.add_rows(d, size, own.outputs, last_bias);
+    k_.add_rows(last_bias, 1, own.outputs, bias(l));
   }
 
   void image_back(const NetClient<T>& client, int64_t l, int64_t begin, int64_t r) {
@@ -337,7 +363,7 @@ class Training {
       }
       return;
     }
-    k_.add_rows(d, own.pooled(), own.outputs, mine.bias_sums);
+    if (bias(l) != nullptr) k_.add_rows(d, own.pooled(), own.outputs, mine.bias_sums);
     const int64_t each = image.pieces * k_.lanes * own.outputs;
     for (int64_t chunk = 0; chunk < image.chunks; ++chunk) {
       const int32_t* const pieces = image.piece_at.data() + chunk * image.pieces;
@@ -370,7 +396,17 @@ class Training {
             buffers_.value};
   }
 
-  // Adds a batch's gradient to the weights. Only numbers of a patch: what fills up its vectors are
+  // What the last step added, times momentum: the batch's gradient is added up on top of it, and
+  // the sum is the next step.
+  void begin_sums(int64_t l) {
+    if (layer(l).kind != LayerKind::convolution) return;
+    k_.keep_part(momentum(), s_.images[l].packed, buffers_.images[l].sums);
+    if (bias(l) != nullptr) {
+      k_.keep_part(momentum(), layer(l).outputs, buffers_.images[l].bias_sums);
+    }
+  }
+
+  // Adds a step to the weights. Only numbers of a patch: what fills up its vectors are
   // neighbours' numbers in the gradient, and must stay zero in the weights.
   void image_step(int64_t l) {
     if (layer(l).kind != LayerKind::convolution) return;
@@ -382,15 +418,14 @@ class Training {
       const T* const sums = own.sums + o * each;
       for (const int32_t slot : image.slots) weights[slot] += sums[slot];
     }
-    std::fill_n(own.sums, image.packed, T(0));
     if (bias(l) != nullptr) k_.add_rows(own.bias_sums, 1, layer(l).outputs, bias(l));
-    std::fill_n(own.bias_sums, layer(l).outputs, T(0));
     fill_panels(l);
   }
 
   const Shared<T>& s_;
   const Kernels<T>& k_;
   Buffers<T> buffers_;
+  T* velocity_ = nullptr;  // of the client; null without momentum
 };
 
 int tasks_for(int64_t count, const Executor& executor) {

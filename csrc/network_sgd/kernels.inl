@@ -258,10 +258,20 @@ void linear_forward(int64_t records, int64_t inputs, int64_t outputs, const T* x
   }
 }
 
-// For Rows rows of weight and columns [0, cols): dx += d weight if dx, then weight += d^T x.
+// A step of weights: last = momentum last + d^T x, then weight += last; last null: weight += d^T x.
+template <class T>
+struct Steps {
+  T* weight;
+  T* last;
+  T momentum;
+
+  Steps at(int64_t j) const { return {weight + j, last == nullptr ? nullptr : last + j, momentum}; }
+};
+
+// For Rows rows of weight: dx += d weight if dx, then their step.
 template <int Rows, int Vectors, class T>
 DPK_INLINE void rows_back(int64_t records, const T* d, int64_t ldd, const T* x, int64_t ld, T* dx,
-                          T* weight) {
+                          const Steps<T>& steps) {
   using V = typename NetVectors<T>::V;
   constexpr int kLanesOfV = NetVectors<T>::kLanesOfV;
   V old[Rows][Vectors], sums[Rows][Vectors];
@@ -269,9 +279,12 @@ DPK_INLINE void rows_back(int64_t records, const T* d, int64_t ldd, const T* x, 
   for (int i = 0; i < Rows; ++i) {
 #pragma GCC unroll 2
     for (int v = 0; v < Vectors; ++v) {
-      old[i][v] = load_as<V>(weight + i * ld + v * kLanesOfV);
+      old[i][v] = load_as<V>(steps.weight + i * ld + v * kLanesOfV);
       // Rows are far apart, and no prefetcher goes from one group of them to the next.
-      __builtin_prefetch(weight + (Rows + i) * ld + v * kLanesOfV, 1);
+      __builtin_prefetch(steps.weight + (Rows + i) * ld + v * kLanesOfV, 1);
+      if (steps.last != nullptr) {
+        __builtin_prefetch(steps.last + i * ld + v * kLanesOfV, 1);
+      }
       sums[i][v] = V{};
     }
   }
@@ -300,43 +313,53 @@ DPK_INLINE void rows_back(int64_t records, const T* d, int64_t ldd, const T* x, 
   for (int i = 0; i < Rows; ++i) {
 #pragma GCC unroll 2
     for (int v = 0; v < Vectors; ++v) {
-      store(weight + i * ld + v * kLanesOfV, old[i][v] + sums[i][v]);
+      const int64_t at = i * ld + v * kLanesOfV;
+      if (steps.last != nullptr) {
+        sums[i][v] += steps.momentum * load_as<V>(steps.last + at);
+        store(steps.last + at, sums[i][v]);
+      }
+      store(steps.weight + at, old[i][v] + sums[i][v]);
     }
   }
 }
 
 template <int Rows, class T>
 inline void columns_back(int64_t records, int64_t cols, const T* d, int64_t ldd, const T* x,
-                         int64_t ld, T* dx, T* weight) {
+                         int64_t ld, T* dx, const Steps<T>& steps) {
   constexpr int kLanesOfV = NetVectors<T>::kLanesOfV;
   constexpr int kVectors = DPK_VECTOR_BYTES == 64 ? 2 : 1;
   int64_t j = 0;
   const auto at = [&j](T* p) { return p == nullptr ? nullptr : p + j; };
   for (; j + kVectors * kLanesOfV <= cols; j += kVectors * kLanesOfV) {
-    rows_back<Rows, kVectors>(records, d, ldd, x + j, ld, at(dx), weight + j);
+    rows_back<Rows, kVectors>(records, d, ldd, x + j, ld, at(dx), steps.at(j));
   }
   for (; j + kLanesOfV <= cols; j += kLanesOfV) {
-    rows_back<Rows, 1>(records, d, ldd, x + j, ld, at(dx), weight + j);
+    rows_back<Rows, 1>(records, d, ldd, x + j, ld, at(dx), steps.at(j));
   }
   for (; j < cols; ++j) {
     for (int i = 0; i < Rows; ++i) {
-      const T old = weight[i * ld + j];
+      const T old = steps.weight[i * ld + j];
       T sum = T(0);
       for (int64_t r = 0; r < records; ++r) {
         sum += d[r * ldd + i] * x[r * ld + j];
         if (dx != nullptr) dx[r * ld + j] += d[r * ldd + i] * old;
       }
-      weight[i * ld + j] = old + sum;
+      if (steps.last != nullptr) {
+        sum += steps.momentum * steps.last[i * ld + j];
+        steps.last[i * ld + j] = sum;
+      }
+      steps.weight[i * ld + j] = old + sum;
     }
   }
 }
 
-// dx = d weight (unless null), then weight += d^T x, in one pass over the weights: they are larger
-// than the cache, and all else is not. cols: of a block, so that its part of x and dx stays in the
-// first-level cache.
+// dx = d weight (unless null), then the step of weight by d^T x (last, momentum: of Steps), in one
+// pass over the weights: they are larger than the cache, and all else is not. block: of columns, so
+// that its part of x and dx stays in the first-level cache.
 template <class T>
 void linear_back(int64_t records, int64_t inputs, int64_t outputs, const T* d, const T* x, T* dx,
-                 T* weight, int64_t block) {
+                 T* weight, T* last, T momentum, int64_t block) {
+  const Steps<T> steps{weight, last, momentum};
   for (int64_t j = 0; j < inputs; j += block) {
     const int64_t cols = inputs - j < block ? inputs - j : block;
     T* const to = dx == nullptr ? nullptr : dx + j;
@@ -347,10 +370,10 @@ void linear_back(int64_t records, int64_t inputs, int64_t outputs, const T* d, c
     }
     int64_t o = 0;
     for (; o + 4 <= outputs; o += 4) {
-      columns_back<4>(records, cols, d + o, outputs, x + j, inputs, to, weight + o * inputs + j);
+      columns_back<4>(records, cols, d + o, outputs, x + j, inputs, to, steps.at(o * inputs + j));
     }
     for (; o < outputs; ++o) {
-      columns_back<1>(records, cols, d + o, outputs, x + j, inputs, to, weight + o * inputs + j);
+      columns_back<1>(records, cols, d + o, outputs, x + j, inputs, to, steps.at(o * inputs + j));
     }
   }
 }
@@ -433,6 +456,16 @@ void turn(const T* from, int64_t a, int64_t b, T* to) {
   for (; i < a; ++i) {
     for (int64_t j = 0; j < b; ++j) to[j * a + i] = from[i * b + j];
   }
+}
+
+// values *= part; zero for a part of zero, whatever they were.
+template <class T>
+void keep_part(T part, int64_t count, T* values) {
+  if (part == T(0)) {
+    for (int64_t j = 0; j < count; ++j) values[j] = T(0);
+    return;
+  }
+  for (int64_t j = 0; j < count; ++j) values[j] *= part;
 }
 
 // to = a - b.

@@ -54,15 +54,18 @@ struct NetLayer {
 
 // layers: flat ones last; the last is linear, without anything after it. records: [., ...] of all
 // clients, contiguous, in torch's layout.
+//
+// A step is u <- momentum u - lr g, w <- w + u, with g the gradient of the batch's mean loss.
 struct Network {
   const NetLayer* layers;
   int64_t depth, parameters, batch_size;
-  double lr;
+  double lr, momentum;
 };
 
 // A client with `count` records. rows, labels: [count], in the epoch's order. masks: levels of
 // every layer with dropout, [count, features] with channels last, uint8 or uint16 by `levels`.
 // before, after: [parameters]; may be the same. start: if not null, it is taken from `after`.
+// velocity: u [parameters], read unless `first`, and written; null without momentum.
 template <class T>
 struct NetClient {
   int64_t count;
@@ -71,6 +74,8 @@ struct NetClient {
   const T* before;
   T* after;
   const T* start;
+  T* velocity;
+  bool first;
 };
 
 // How many bytes of workspace network_epoch needs, aligned to 64.

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is trained").add_argument
     add("--algorithm", help="ours (default), fedgd, fedsofim, fednew, ...: --list names them")
     add("--dataset", help="digits (default), mnist, adult, synthetic, ...: --list names them")
-    add("--model", help="logistic, or a network: mlp, cnn, lenet5, lstm, softmax; by algorithm")
+    add("--model", help="logistic, or a network: mlp, cnn, lenet, ...; --list names them")
     add("--clients", type=int, help="how many there are (digits, synthetic 100; others 500)")
     add("--partition", help="iid (default), dirichlet:0.1, classes:2, shards:2, natural")
     add("--partition-seed", type=int, help="of the partition; whose records are whose (0)")
@@ -67,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gamma", type=float, help="damping of fedfc")
     add("--covariance-share", type=float, help="of the budget, for fedfc's covariance")
     add("--local-lr", type=float, help="learning rate inside a client")
+    add("--local-momentum", type=float, help="heavy ball inside a client, in [0, 1); user level")
     add("--local-steps", type=int, help="of scaffold, local-dpsgd, centaur; fedceo, record level")
     add("--local-epochs", type=int, help="over a client's records in a round, user level")
     add("--local-batch", type=int, help="records in a batch of these")

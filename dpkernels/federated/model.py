@@ -219,15 +219,21 @@ class ModelProblem(Problem):
 
     def _train(self, rows: Tensor, local: LocalSGD, orders: torch.Generator) -> None:
         """Take ``local``'s steps on the model, from the parameters that it has."""
+        velocities = [torch.zeros_like(p) if local.momentum else None for p in self._trained]
         for _ in range(local.epochs):
             order = torch.randperm(len(rows), generator=orders)
             for part in rows[order].split(local.batch_size):
                 if len(part):
                     self._loss(self.model(self._x[part]), self._y[part]).backward()
                     with torch.no_grad():
-                        for p in self._trained:
-                            if p.grad is not None:
+                        for p, v in zip(self._trained, velocities, strict=True):
+                            if p.grad is None:
+                                continue
+                            if v is None:
                                 p.sub_(p.grad, alpha=local.lr / len(part))
+                            else:
+                                v.mul_(local.momentum).add_(p.grad, alpha=1 / len(part))
+                                p.sub_(v, alpha=local.lr)
                     self.model.zero_grad()
 
     def _at_each(self, cohort: Cohort, theta: Tensor) -> Iterator[Tensor]:

@@ -1,6 +1,8 @@
-"""The models of the FedCEO paper."""
+"""The models of the FedCEO and FedFisher papers."""
 
 from __future__ import annotations
+
+import itertools
 
 from torch import Tensor, nn
 
@@ -17,7 +19,7 @@ def mlp(features: int, classes: int, hidden: int = 64) -> nn.Sequential:
 
 
 def lenet5(classes: int) -> nn.Sequential:
-    """Return the paper's LeNet-5, 1.14 M parameters at 10 classes; records ``[N, 3, 32, 32]``."""
+    """Return FedCEO's LeNet-5, 1.14 M parameters at 10 classes; records ``[N, 3, 32, 32]``."""
     return nn.Sequential(
         nn.Conv2d(3, 32, 5),
         nn.ReLU(),
@@ -32,6 +34,39 @@ def lenet5(classes: int) -> nn.Sequential:
         nn.ReLU(),
         nn.Linear(512, classes),
     )
+
+
+def lenet(classes: int) -> nn.Sequential:
+    """Return FedFisher's LeNet, no biases: 44,190 parameters at 10 classes, ``[N, 1, 28, 28]``."""
+    return nn.Sequential(
+        *_pooled_convolutions(1, 6, 16), *_linear_layers(16 * 4 * 4, 120, 84, classes)
+    )
+
+
+def cnn5x5(classes: int) -> nn.Sequential:
+    """Return FedFisher's CNN, no biases: 939,616 parameters at 10 classes, ``[N, 3, 32, 32]``.
+
+    With biases it would have 940,362; that the paper's has none is in its code alone.
+    """
+    return nn.Sequential(
+        *_pooled_convolutions(3, 32, 64), *_linear_layers(64 * 5 * 5, 512, 128, classes)
+    )
+
+
+def _pooled_convolutions(*channels: int) -> list[nn.Module]:
+    """Return 5 x 5 convolutions without biases, each with ReLU and a max-pooling, then Flatten."""
+    found: list[nn.Module] = []
+    for inputs, outputs in itertools.pairwise(channels):
+        found += [nn.Conv2d(inputs, outputs, 5, bias=False), nn.ReLU(), nn.MaxPool2d(2)]
+    return [*found, nn.Flatten()]
+
+
+def _linear_layers(*widths: int) -> list[nn.Module]:
+    """Return linear layers without biases, with ReLU between them."""
+    found: list[nn.Module] = []
+    for inputs, outputs in itertools.pairwise(widths):
+        found += [nn.Linear(inputs, outputs, bias=False), nn.ReLU()]
+    return found[:-1]
 
 
 class TokenLSTM(nn.Module):

@@ -16,13 +16,20 @@ def _mlp(data: FederatedData) -> nn.Module:
     return models.mlp(math.prod(data.shape), data.classes)
 
 
-def _lenet5(data: FederatedData) -> nn.Module:
-    if data.shape != (3, 32, 32):
-        raise ValueError(
-            f"model: lenet5 takes images [3, 32, 32], got {data.name} with inputs of shape "
-            f"{list(data.shape)}; take cifar10, or --model cnn"
-        )
-    return models.lenet5(data.classes)
+def _of_images(
+    name: str, network: Callable[[int], nn.Module], shape: tuple[int, ...], datasets: str
+) -> Callable[[FederatedData], nn.Module]:
+    """Return what makes ``network`` for data of ``shape``, and refuses other data."""
+
+    def made(data: FederatedData) -> nn.Module:
+        if data.shape != shape:
+            raise ValueError(
+                f"model: {name} takes images {list(shape)}, got {data.name} with inputs of shape "
+                f"{list(data.shape)}; take {datasets}, or --model cnn"
+            )
+        return network(data.classes)
+
+    return made
 
 
 def _lstm(data: FederatedData) -> nn.Module:
@@ -34,7 +41,9 @@ def _lstm(data: FederatedData) -> nn.Module:
 NETWORKS: dict[str, Callable[[FederatedData], nn.Module]] = {
     "cnn": lambda data: cnn(data.shape, data.classes),
     "mlp": _mlp,
-    "lenet5": _lenet5,
+    "lenet5": _of_images("lenet5", models.lenet5, (3, 32, 32), "cifar10"),
+    "lenet": _of_images("lenet", models.lenet, (1, 28, 28), "fashion or mnist"),
+    "cnn5x5": _of_images("cnn5x5", models.cnn5x5, (3, 32, 32), "cifar10"),
     "lstm": _lstm,
     "softmax": lambda data: logistic(data.shape, data.classes),
 }

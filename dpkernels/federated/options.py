@@ -97,6 +97,7 @@ class Options:
     gamma: float | None = None
     covariance_share: float | None = None
     local_lr: float | None = None
+    local_momentum: float | None = None
     local_steps: int | None = None
     control: str | None = None
     local_epochs: int | None = None

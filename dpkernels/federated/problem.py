@@ -36,12 +36,15 @@ class LocalSGD:
     """What a client does by itself: ``epochs`` passes over its records by SGD, from theta.
 
     Each epoch goes through the records in an order of its own, ``batch_size`` at a time, the last
-    batch being what is left: w <- w - lr (mean gradient of the batch).
+    batch being what is left: v <- momentum v + (mean gradient of the batch), w <- w - lr v. v is 0
+    at the start and lives as long as the epochs do (``torch.optim.SGD`` with momentum in [0, 1),
+    without dampening).
     """
 
     epochs: int = 1
     batch_size: int = 64
     lr: float = 0.1
+    momentum: float = 0.0
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.batch_size < 1:
@@ -50,6 +53,8 @@ class LocalSGD:
                 f"{self.batch_size}"
             )
         check_finite("LocalSGD", "lr", self.lr, above=0.0)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"LocalSGD: momentum must be in [0, 1), got {self.momentum}")
 
 
 @dataclass(frozen=True)

@@ -276,6 +276,7 @@ USER_LEVEL = [
     ("--algorithm", "fedceo", "--lam", "5", "--theta", "1.05", "--interval", "3"),
     ("--algorithm", "fedceo", "--sampling", "poisson:0.5", "--fold-last", "1"),
     ("--algorithm", "ppsgd", "--personal-lr", "0.05", "--local-batch", "8"),
+    ("--algorithm", "udp-fedavg", "--local-momentum", "0.9", "--local-lr", "0.01"),
     ("--algorithm", "centaur", "--head-steps", "2", "--local-steps", "2"),
 ]
 
@@ -330,5 +331,6 @@ def test_the_list_names_every_algorithm_and_its_settings(capsys):
     listed = capsys.readouterr().out
     for name in ALGORITHMS:
         assert f"\n  {name} " in listed
-    assert "fold_last" in listed and "lenet5" in listed
+    assert "fold_last" in listed and "lenet5" in listed and "cnn5x5" in listed
+    assert "local_momentum" in listed
     assert "hessian_clip" in listed and "emnist-letters" in listed and "shards" in listed

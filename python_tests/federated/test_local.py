@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from dpkernels.federated import LocalSGD, ModelProblem
 from dpkernels.federated.local import chain_of, stacked_updates
 from dpkernels.federated.local.chance import Masks, orders_of
-from dpkernels.federated.models import lenet5, lstm, mlp
+from dpkernels.federated.models import cnn5x5, lenet, lenet5, lstm, mlp
 
 COUNTS = (7, 0, 1, 12, 5, 12)
 FEATURES, CLASSES = 6, 3
@@ -30,6 +31,12 @@ def deep():
         nn.Sequential(nn.Tanh(), nn.Linear(FEATURES, 5, bias=False), nn.Tanh(), nn.ReLU()),
         nn.Sequential(nn.Identity(), nn.Linear(5, 4), nn.Tanh(), nn.Tanh()),
         nn.Linear(4, CLASSES),
+    )
+
+
+def three():
+    return nn.Sequential(
+        nn.Linear(FEATURES, 5), nn.ReLU(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, CLASSES)
     )
 
 
@@ -60,6 +67,7 @@ def linear():
 MODELS = {
     "plain": plain,
     "deep": deep,
+    "three": three,
     "linear": linear,
     "mlp": lambda: mlp(FEATURES, CLASSES, hidden=5),
     "dropping": dropping,
@@ -81,19 +89,18 @@ def problem_of(name, counts=COUNTS, *, dtype=torch.float64, **options):
 
 
 def plain_sgd(problem, rows, theta, local, seed):
-    """Return w - theta by autograd; the model must draw nothing."""
+    """Return w - theta by ``torch.optim.SGD``; the model must draw nothing."""
     model = copy.deepcopy(problem.model)
     vector_to_parameters(theta.clone(), model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=local.lr, momentum=local.momentum)
     orders = torch.Generator().manual_seed(seed)
     for _ in range(local.epochs):
         order = rows[torch.randperm(len(rows), generator=orders)]
         for begin in range(0, len(rows), local.batch_size):
             part = order[begin : begin + local.batch_size]
-            loss = cross_entropy(model(problem._x[part]), problem._y[part])
-            gradients = torch.autograd.grad(loss, list(model.parameters()))
-            with torch.no_grad():
-                for p, g in zip(model.parameters(), gradients, strict=True):
-                    p -= local.lr * g
+            optimizer.zero_grad()
+            cross_entropy(model(problem._x[part]), problem._y[part]).backward()
+            optimizer.step()
     return parameters_to_vector(model.parameters()).detach() - theta
 
 
@@ -107,6 +114,7 @@ def starts_of(problem, clients, *, own):
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["one start", "own starts"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("epochs", [1, 4])
 @pytest.mark.parametrize(
     ("name", "way"),
@@ -120,12 +128,12 @@ def starts_of(problem, clients, *, own):
         ("convolutions", "looped"),
     ],
 )
-def test_every_client_takes_the_steps_of_plain_sgd(name, way, epochs, own):
+def test_every_client_takes_the_steps_of_plain_sgd(name, way, epochs, momentum, own):
     problem = problem_of(name, local=way)
     cohort = problem.cohort(torch.arange(len(COUNTS)))
     theta = starts_of(problem, len(COUNTS), own=own)
     seeds = torch.arange(10, 10 + len(COUNTS))
-    local = LocalSGD(epochs, 5, 0.3)
+    local = LocalSGD(epochs, 5, 0.3 * (1 - momentum), momentum)
     found = problem.local_updates(cohort, theta, local, seeds)
     for i, rows in enumerate(cohort.held):
         start = theta[i] if own else theta
@@ -134,20 +142,37 @@ def test_every_client_takes_the_steps_of_plain_sgd(name, way, epochs, own):
         assert len(rows) == 0 or found[i].abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("spanned", [False, True], ids=["weights", "coefficients"])
-@pytest.mark.parametrize("name", ["plain", "mlp"])
-def test_coefficients_of_records_are_the_same_training(name, spanned):
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("name", ["plain", "mlp", "three"])
+def test_coefficients_of_records_are_the_same_training(name, momentum):
     problem = problem_of(name)
     cohort, theta = problem.cohort(torch.arange(len(COUNTS))), problem.initial()
-    local, seeds = LocalSGD(3, 5, 0.3), list(range(len(COUNTS)))
+    local, seeds = LocalSGD(3, 5, 0.3 * (1 - momentum), momentum), list(range(len(COUNTS)))
     chain = chain_of(problem.model, (FEATURES,))
-    found = [
-        stacked_updates(
-            chain, problem._x, problem._y, cohort.held, theta, local, seeds, gram if way else None
-        )
-        for way, gram in ((False, None), (spanned, lambda i: problem._grams.of(i, cohort.held[i])))
-    ]
-    torch.testing.assert_close(*found, **TIGHT)
+    held = cohort.held
+    by_weights, by_coefficients = (
+        stacked_updates(chain, problem._x, problem._y, held, theta, local, seeds, gram)
+        for gram in (None, lambda i: problem._grams.of(i, held[i]))
+    )
+    torch.testing.assert_close(by_coefficients, by_weights, **TIGHT)
+
+
+@pytest.mark.parametrize("way", ["stacked", "vmapped", "looped"])
+def test_velocity_lives_as_long_as_the_epochs_of_a_round(way):
+    problem = problem_of("plain", (5, 5), local=way)
+    cohort, theta = problem.cohort(torch.arange(2)), problem.initial()
+    one_batch, seeds = LocalSGD(1, 5, 0.1, 0.9), torch.arange(2)
+    first = problem.local_updates(cohort, theta, one_batch, seeds)
+    again = problem.local_updates(cohort, theta + first, one_batch, seeds)
+    both = problem.local_updates(cohort, theta, replace(one_batch, epochs=2), seeds)
+    # Its first step is no gradient's but the velocity's: 0.9 of what the first epoch added.
+    torch.testing.assert_close(both, first + again + 0.9 * first, **TIGHT)
+
+
+@pytest.mark.parametrize("momentum", [-0.1, 1.0, float("nan")])
+def test_momentum_is_at_least_zero_and_less_than_one(momentum):
+    with pytest.raises(ValueError, match=r"momentum must be in \[0, 1\)"):
+        LocalSGD(momentum=momentum)
 
 
 @pytest.mark.parametrize(
@@ -161,11 +186,12 @@ def test_coefficients_of_records_are_the_same_training(name, spanned):
         ("convolutions", "vmapped"),
     ],
 )
-def test_a_client_gets_the_same_among_others_and_alone(name, way):
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_client_gets_the_same_among_others_and_alone(name, way, momentum):
     problem = problem_of(name, local=way)
     clients = len(COUNTS)
     cohort, seeds = problem.cohort(torch.arange(clients)), torch.arange(clients) * 7919 - 3
-    local = LocalSGD(3, 5, 0.3)
+    local = LocalSGD(3, 5, 0.3 * (1 - momentum), momentum)
     together = problem.local_updates(cohort, problem.initial(), local, seeds)
     for i in range(clients):
         own = slice(i, i + 1)
@@ -219,14 +245,15 @@ def _poisoned(monkeypatch):
 
 
 @pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("epochs", [1, 4])
 @pytest.mark.parametrize("name", ["plain", "deep", "mlp", "dropping"])
-def test_padding_cannot_leak(name, epochs):
+def test_padding_cannot_leak(name, epochs, momentum):
     # A client that is all NaN is its neighbours' padding if anything is.
     clean, broken = problem_of(name), problem_of(name)
     broken._x[broken._parts[3]] = torch.nan
     others = torch.tensor([0, 1, 2, 4, 5])
-    local, seeds = LocalSGD(epochs, 5, 0.3), torch.arange(len(COUNTS))
+    local, seeds = LocalSGD(epochs, 5, 0.3, momentum), torch.arange(len(COUNTS))
     found = [
         p.local_updates(p.cohort(torch.arange(len(COUNTS))), p.initial(), local, seeds)
         for p in (clean, broken)
@@ -259,7 +286,7 @@ def test_nobody_trains_where_nobody_has_records():
 def test_records_drawn_by_chance_are_not_taken_for_the_whole_client():
     problem = problem_of("plain", (12, 12))
     whole = problem.cohort(torch.arange(2))
-    local, seeds = LocalSGD(5, 4, 0.3), torch.arange(2)
+    local, seeds = LocalSGD(5, 4, 0.1, 0.5), torch.arange(2)
     problem._grams.keeps = True
     for i in range(2):
         problem._grams.of(i, whole.held[i])
@@ -328,8 +355,14 @@ def test_frozen_and_hooked_and_unflat_models_are_no_chains():
 
 @pytest.mark.parametrize(
     ("model", "parameters"),
-    [(mlp(784, 26), 784 * 64 + 64 * 26), (lenet5(10), 1_141_194), (lstm(100, 2), 39_810)],
-    ids=["mlp", "lenet5", "lstm"],
+    [
+        (mlp(784, 26), 784 * 64 + 64 * 26),
+        (lenet5(10), 1_141_194),
+        (lstm(100, 2), 39_810),
+        (lenet(10), 44_190),
+        (cnn5x5(10), 939_616),
+    ],
+    ids=["mlp", "lenet5", "lstm", "lenet", "cnn5x5"],
 )
 def test_the_papers_models_have_their_sizes(model, parameters):
     assert sum(p.numel() for p in model.parameters()) == parameters

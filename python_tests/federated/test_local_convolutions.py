@@ -14,7 +14,7 @@ from dpkernels import backend
 from dpkernels.federated import LocalSGD, ModelProblem
 from dpkernels.federated.local import network_of, plan_of
 from dpkernels.federated.local.chance import Levels, orders_of
-from dpkernels.federated.models import lenet5
+from dpkernels.federated.models import cnn5x5, lenet, lenet5
 
 pytestmark = pytest.mark.skipif(backend.extension is None, reason="dpkernels._C is not built")
 
@@ -146,17 +146,16 @@ def with_given_masks(problem, rows, local, seed):
 
 def plain_sgd(problem, model, rows, theta, local, seed):
     vector_to_parameters(theta.clone(), model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=local.lr, momentum=local.momentum)
     orders = orders_of(seed)
     for _ in range(local.epochs):
         order = rows[torch.randperm(len(rows), generator=orders)]
         for part in order.split(local.batch_size):
             if len(part) == 0:
                 continue
-            loss = cross_entropy(model(problem._x[part]), problem._y[part])
-            gradients = torch.autograd.grad(loss, list(model.parameters()))
-            with torch.no_grad():
-                for p, g in zip(model.parameters(), gradients, strict=True):
-                    p -= local.lr * g
+            optimizer.zero_grad()
+            cross_entropy(model(problem._x[part]), problem._y[part]).backward()
+            optimizer.step()
     return parameters_to_vector(model.parameters()).detach() - theta
 
 
@@ -167,10 +166,11 @@ def updates(problem, local, seeds, theta=None, clients=None):
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["one start", "own starts"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("epochs", [1, 3])
 @pytest.mark.parametrize("name", list(MODELS))
-def test_every_client_takes_the_steps_of_plain_sgd(name, epochs, own):
-    problem, local = problem_of(name), LocalSGD(epochs, 5, 0.3)
+def test_every_client_takes_the_steps_of_plain_sgd(name, epochs, momentum, own):
+    problem, local = problem_of(name), LocalSGD(epochs, 5, 0.3 * (1 - momentum), momentum)
     theta = problem.initial()
     if own:
         generator = torch.Generator().manual_seed(5)
@@ -190,9 +190,10 @@ def test_every_client_takes_the_steps_of_plain_sgd(name, epochs, own):
     assert torch.equal(found[1], torch.zeros_like(found[1]))
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("name", EXACT)
-def test_in_float32_the_median_client_is_that_of_the_loop(name):
-    local, seeds = LocalSGD(2, 5, 0.1), torch.arange(len(COUNTS))
+def test_in_float32_the_median_client_is_that_of_the_loop(name, momentum):
+    local, seeds = LocalSGD(2, 5, 0.1 * (1 - momentum), momentum), torch.arange(len(COUNTS))
     found, wanted = (
         updates(problem_of(name, dtype=torch.float32, way=way), local, seeds)
         for way in ("chained", "looped")
@@ -204,9 +205,10 @@ def test_in_float32_the_median_client_is_that_of_the_loop(name):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("name", ["pooled", "dropping"])
-def test_a_client_gets_the_same_bits_among_others_and_alone(name, threads):
-    problem, local = problem_of(name, dtype=torch.float32), LocalSGD(3, 5, 0.3)
+def test_a_client_gets_the_same_bits_among_others_and_alone(name, momentum, threads):
+    problem, local = problem_of(name, dtype=torch.float32), LocalSGD(3, 5, 0.3, momentum)
     seeds, before = torch.arange(len(COUNTS)) * 7919 - 3, torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
@@ -220,7 +222,7 @@ def test_a_client_gets_the_same_bits_among_others_and_alone(name, threads):
 
 
 def test_levels_that_are_drawn_in_parts_are_the_same_levels(monkeypatch):
-    problem, local = problem_of("dropping", dtype=torch.float32), LocalSGD(2, 5, 0.3)
+    problem, local = problem_of("dropping", dtype=torch.float32), LocalSGD(2, 5, 0.1, 0.9)
     seeds = torch.arange(len(COUNTS))
     at_once = updates(problem, local, seeds)
     monkeypatch.setattr("dpkernels.federated.local.chained._MOST_LEVELS", 1)
@@ -243,7 +245,7 @@ def test_another_seed_draws_other_masks():
 def test_a_client_that_is_not_finite_leaves_the_others_alone(name, value):
     clean, broken = problem_of(name), problem_of(name)
     broken._x[broken._parts[3]] = value
-    local, seeds = LocalSGD(2, 5, 0.3), torch.arange(len(COUNTS))
+    local, seeds = LocalSGD(2, 5, 0.1, 0.5), torch.arange(len(COUNTS))
     wanted, found = updates(clean, local, seeds), updates(broken, local, seeds)
     others = torch.tensor([0, 1, 2, 4, 5])
     assert wanted.isfinite().all()
@@ -254,10 +256,13 @@ def test_a_client_that_is_not_finite_leaves_the_others_alone(name, value):
 
 def test_the_plan_takes_what_it_can_and_says_why_not():
     local, ten = LocalSGD(1, 64), [500] * 10
-    lenet = plan_of(lenet5(10), (3, 32, 32), local, ten)
-    assert lenet.way == "chained" and "compiled" in lenet.reason
+    plan = plan_of(lenet5(10), (3, 32, 32), local, ten)
+    assert plan.way == "chained" and "compiled" in plan.reason
     assert plan_of(lenet5(10), (3, 32, 32), local, [5]).way == "chained"
     assert plan_of(lenet5(10), (3, 32, 32), local, ten, asked="looped").way == "looped"
+    long = LocalSGD(30, 64, 0.01, 0.9)
+    assert plan_of(lenet(10), (1, 28, 28), long, ten).way == "chained"
+    assert plan_of(cnn5x5(10), (3, 32, 32), long, ten).way == "chained"
     dense = plan_of(strided(), IMAGE, local, ten)
     assert dense.way in ("looped", "vmapped") and "neither ReLU nor a pool" in dense.reason
     assert plan_of(strided(), IMAGE, local, ten, asked="chained").way == "chained"

@@ -121,6 +121,8 @@ def test_settings_are_taken_by_the_algorithms_that_have_them(setting):
         ({"algorithm": "fedceo", "public": "centre"}, "leave --public out"),
         ({"algorithm": "udp-fedavg", "model": "lstm"}, "tokens go with lstm, got lstm for digits"),
         ({"algorithm": "ppsgd", "local_epochs": 0}, "epochs and batch_size must be >= 1"),
+        ({"algorithm": "ppsgd", "local_momentum": 1.0}, r"momentum must be in \[0, 1\)"),
+        ({"algorithm": "fedgd", "local_momentum": 0.9}, "leave --local-momentum out"),
     ],
     ids=str,
 )
@@ -146,6 +148,8 @@ def test_what_does_not_go_together_is_refused(given, message):
         ({"algorithm": "ppsgd", "sampling": "fixed:10"}, "remembers which rounds they were in"),
         ({"algorithm": "fedceo", "restart": "own", "sampling": "poisson:0.1"}, "single uploads"),
         ({"algorithm": "fedceo", "model": "lenet5"}, "lenet5 takes images"),
+        ({"algorithm": "fedceo", "model": "lenet"}, r"lenet takes images \[1, 28, 28\]"),
+        ({"algorithm": "fedceo", "model": "cnn5x5"}, r"cnn5x5 takes images \[3, 32, 32\]"),
     ],
     ids=str,
 )

@@ -67,17 +67,20 @@ def test_a_whole_user_moves_an_upload_by_the_clip_at_most(name, dtype):
     assert stage.query.moved("replace-one") == 2 * 0.7
 
 
-def test_ppsgd_is_sgd_of_two_parts_with_one_gradient():
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_ppsgd_is_sgd_of_two_parts_with_one_gradient(momentum):
     held = network((5,), dtype=torch.float64)
     told = terms(held, "user")
-    algorithm = PPSGD(clip=1e3, local_epochs=3, local_batch=5, local_lr=0.2, personal_lr=0.05)
+    chosen = {"local_epochs": 3, "local_batch": 5, "local_lr": 0.2, "local_momentum": momentum}
+    algorithm = PPSGD(clip=1e3, personal_lr=0.05, **chosen)
     run = federation(algorithm, held, told, epsilon=None)
     seen, theta = watched(run), run.model().clone()
     run.round()
-    common, own = theta.clone(), torch.zeros_like(theta)
+    common, own, velocity = theta.clone(), torch.zeros_like(theta), torch.zeros_like(theta)
     for _ in range(3):
         gradient = held.gradient_sums(held.cohort(torch.arange(1)), common + own)[0] / 5
-        common, own = common - 0.2 * gradient, own - 0.05 * gradient
+        velocity = momentum * velocity + gradient
+        common, own = common - 0.2 * velocity, own - 0.05 * velocity
     torch.testing.assert_close(seen[0][1][0], common - theta)
     torch.testing.assert_close(run._clients["personal"][0], own)
 

@@ -29,7 +29,7 @@ def network(channels=3, outputs=5, *, biases=True, activation="relu"):
     return layers, begin
 
 
-def arguments(*, dtype=torch.float64, **options):
+def arguments(*, dtype=torch.float64, momentum=0.0, **options):
     layers, size = network(**options)
     generator = torch.Generator().manual_seed(0)
 
@@ -38,9 +38,13 @@ def arguments(*, dtype=torch.float64, **options):
 
     clients, most, total = len(COUNTS), max(COUNTS), 12
     channels = layers[0].image[0]
+    theta = 0.1 * normal(clients, size)  # steps stay small: rounding does not grow
+    nothing = torch.full((clients, size), torch.nan, dtype=dtype)
     return {
-        "parameters": torch.full((clients, size), torch.nan, dtype=dtype),
-        "theta": 0.1 * normal(clients, size),  # steps stay small: rounding does not grow
+        "parameters": nothing,
+        "velocity": nothing.clone() if momentum else None,
+        "momentum": momentum,
+        "theta": theta,
         "records": normal(total, channels * 8 * 7),
         "rows": torch.randint(total, (clients, most), generator=generator),
         "labels": torch.randint(4, (clients, most), generator=generator),
@@ -59,20 +63,27 @@ def arguments(*, dtype=torch.float64, **options):
 
 
 def result(given, which=None):
-    given = given | {"parameters": given["parameters"].clone()}
+    return results(given, which)[0]
+
+
+def results(given, which=None):
+    """Return parameters and velocity after the epoch."""
+    written = ("parameters", "velocity")
+    given = given | {name: None if given[name] is None else given[name].clone() for name in written}
     if which is None:
         network_epoch_(**given)
     else:
         with use_backend(which):
             network_epoch_(**given)
-    return given["parameters"]
+    return given["parameters"], given["velocity"]
 
 
 @compiled
 @pytest.mark.parametrize(("channels", "outputs"), [(1, 1), (3, 5), (16, 33), (6, 64)])
 @pytest.mark.parametrize("activation", ["relu", "tanh", "none"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
-def test_compiled_steps_are_those_of_the_reference(channels, outputs, activation, isa):
+def test_compiled_steps_are_those_of_the_reference(channels, outputs, activation, momentum, isa):
     features = backend.extension.cpu_features()
     if isa != "portable" and not features[isa]:
         pytest.skip(f"no {isa}")
@@ -84,15 +95,19 @@ def test_compiled_steps_are_those_of_the_reference(channels, outputs, activation
                 outputs=outputs,
                 activation=activation,
                 biases=biases,
+                momentum=momentum,
             )
-            wanted = result(given, "reference")
+            wanted = results(given, "reference")
             try:
                 backend.extension.set_isa(isa)
-                found = result(given, "cpp")
+                found = results(given, "cpp")
             finally:
                 backend.extension.set_isa(features["active"])
-            torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
-            assert found[0].abs().max() > 1e-3
+            for ours, theirs in zip(found, wanted, strict=True):
+                if theirs is None:
+                    continue
+                torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+                assert ours[0].abs().max() > 1e-3 and not ours[1].any()
 
 
 @pytest.mark.parametrize("which", ["reference", pytest.param("cpp", marks=compiled)])
@@ -106,9 +121,31 @@ def test_two_epochs_go_on_from_what_is_there(which):
     torch.testing.assert_close(twice, from_there + once - given["theta"])
 
 
+@pytest.mark.parametrize("which", ["reference", pytest.param("cpp", marks=compiled)])
+def test_a_step_is_what_the_last_one_was_times_momentum_less_lr_times_the_gradient(which):
+    given = arguments(momentum=0.9) | {"counts": [4, 0, 3, 1], "last": False}
+    once, step = results(given, which)
+    torch.testing.assert_close(step, once - given["theta"])  # one batch
+    onwards = given | {"parameters": once, "velocity": step, "first": False}
+    twice, second = results(onwards, which)
+    plain = result(onwards | {"velocity": None, "momentum": 0.0}, which)
+    torch.testing.assert_close(second, 0.9 * step + plain - once)
+    torch.testing.assert_close(twice, once + second)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_momentum_that_rounds_away_leaves_the_bits_of_plain_steps(dtype):
+    # Without biases: a plain step adds records to them one by one.
+    plain = arguments(dtype=dtype, biases=False)
+    tiny = 1e-30 if dtype == torch.float32 else 1e-200
+    with_momentum = arguments(dtype=dtype, biases=False, momentum=tiny)
+    assert torch.equal(result(plain, "cpp"), result(with_momentum, "cpp"))
+
+
 @compiled
 def test_the_result_does_not_depend_on_threads():
-    given, before = arguments(dtype=torch.float32), torch.get_num_threads()
+    given, before = arguments(dtype=torch.float32, momentum=0.9), torch.get_num_threads()
     found = []
     try:
         for threads in (1, 2, 3):
@@ -138,11 +175,20 @@ def test_positions_past_a_clients_count_are_not_read(which):
         ("counts", [1, 2], "one for each of 4 clients"),
         ("batch_size", 0, "batch_size"),
         ("layers", [], "number of layers"),
+        ("momentum", 1.0, r"momentum must be in \[0, 1\)"),
+        ("momentum", 0.5, "momentum 0.5 without velocity"),
+        ("velocity", torch.zeros(4, 5, dtype=torch.float64), "momentum 0.0 and velocity"),
     ],
 )
 def test_bad_input_is_refused(name, value, why):
     with pytest.raises(ValueError, match=why):
         network_epoch_(**arguments() | {name: value})
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (1, 1)])
+def test_a_velocity_that_is_not_like_the_parameters_is_refused(shape):
+    with pytest.raises(ValueError, match="velocity must be"):
+        network_epoch_(**arguments(momentum=0.5) | {"velocity": torch.zeros(shape)})
 
 
 def _changed(index, **what):
@@ -184,3 +230,10 @@ def test_what_is_written_must_not_be_read():
     given = arguments()
     with pytest.raises(ValueError, match="shares memory"):
         network_epoch_(**given | {"parameters": given["theta"]})
+    given = arguments(momentum=0.5)
+    for other in ("parameters", "theta"):
+        with pytest.raises(ValueError, match="shares memory"):
+            network_epoch_(**given | {"velocity": given[other]})
+    apart = given["velocity"].mT.contiguous().mT
+    with pytest.raises(ValueError, match="velocity must be contiguous"):
+        network_epoch_(**given | {"velocity": apart})

@@ -460,8 +460,10 @@ def network_epoch_(draw: Draw) -> Arguments:
         for layer in layers
         if layer.levels
     ]
+    momentum = draw.one_of((0.0, 0.9))
     return [
         dense(clients, size),
+        dense(clients, size) if momentum else None,
         dense(draw.one_of((1, clients)), size),
         dense(total, channels * height * width),
         table(total),
@@ -471,6 +473,7 @@ def network_epoch_(draw: Draw) -> Arguments:
         [number for layer in layers for number in layer.numbers()],
         random.randint(1, 5),
         0.1,
+        momentum,
         draw.flag(),
         draw.flag(),
     ]

@@ -21,8 +21,8 @@ class LocalTraining(Algorithm):
     Unit user: whatever the records are, an upload has norm ``clip`` at most before its noise, so a
     user more or less moves it, and the sum, by ``clip`` at most.
 
-    lr: of the server, on the mean of the uploads. local_epochs, local_batch, local_lr: of the
-    clients' own SGD.
+    lr: of the server, on the mean of the uploads. local_epochs, local_batch, local_lr,
+    local_momentum: of the clients' own SGD.
     """
 
     lr: float = 0.1
@@ -30,6 +30,7 @@ class LocalTraining(Algorithm):
     local_epochs: int = 5
     local_batch: int = 64
     local_lr: float = 0.1
+    local_momentum: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("lr", "clip"):
@@ -41,7 +42,7 @@ class LocalTraining(Algorithm):
     @property
     def local(self) -> LocalSGD:
         """What a client does by itself."""
-        return LocalSGD(self.local_epochs, self.local_batch, self.local_lr)
+        return LocalSGD(self.local_epochs, self.local_batch, self.local_lr, self.local_momentum)
 
     def stages(self, terms: Terms) -> tuple[Stage, ...]:
         """Return T rounds of clipped updates."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 from dpkernels.federated.algorithms.local_training import LocalTraining
 from dpkernels.federated.clipping import clip_rows
 from dpkernels.federated.contract import Seen, Stage, Tensors, Terms, Visit
-from dpkernels.federated.problem import LocalSGD
 from dpkernels.ops.checks import check_finite
 
 
@@ -24,8 +23,8 @@ class PPSGD(LocalTraining):
     ``local_epochs`` of SGD in a round, where theirs takes one gradient, without its correction of
     drift; v_i has no penalty.
 
-    Both parts have one gradient, so the sum w + v_i moves by SGD at the rate local_lr +
-    personal_lr, and each part has its share of the way.
+    Both parts have one gradient, and with ``local_momentum`` one velocity, so the sum w + v_i moves
+    by SGD at the rate local_lr + personal_lr, and each part has its share of the way.
 
     Unit user. v_i depends on the records of client i, without noise: it stays there. It moves an
     upload, which has norm ``clip`` at most whatever v_i is; so uploads are sound in every view that
@@ -54,7 +53,7 @@ class PPSGD(LocalTraining):
         moved = visit.problem.local_updates(
             visit.cohort,
             visit.sent["theta"] + personal,
-            LocalSGD(self.local_epochs, self.local_batch, rate),
+            replace(self.local, lr=rate),
             visit.seeds(),
         )
         after = only_finite(personal.add(moved, alpha=self.personal_lr / rate), personal)

@@ -63,6 +63,7 @@ def _train(
         [layer.levels for layer in dropping],
     )
     orders = [orders_of(seed) for seed in seeds]
+    velocity = torch.empty_like(out) if local.momentum else None
     table = torch.zeros(len(rows), max(counts), dtype=torch.int64)
     for epoch in range(local.epochs):
         for row, part, generator in zip(table, rows, orders, strict=True):
@@ -78,6 +79,8 @@ def _train(
             layers=network,
             batch_size=local.batch_size,
             lr=local.lr,
+            momentum=local.momentum,
+            velocity=velocity,
             first=epoch == 0,
             last=epoch == local.epochs - 1,
         )

@@ -8,6 +8,9 @@ SGD moves the first weights only along the client's n records: W = W0 + C^T X wi
 and a step adds to the batch's rows of C. A step takes 2 b n h flops in place of 4 b d h; W0 X^T and
 C^T X, 4 n d h together, are taken once a round. It is the same SGD, rounded differently. K does not
 depend on the model: it is computed once for each client and kept where memory allows.
+
+With momentum the last step is in that span as well, U^T X: U <- momentum U, a batch adds to its
+rows of U, and C <- C + U, 3 n h flops.
 """
 
 from __future__ import annotations
@@ -50,17 +53,27 @@ class Grams:
 class SpannedLayer:
     """The first layer of all clients of a round, as coefficients of their records.
 
-    grams: K of every client, ``[n_i, n_i]``.
+    grams: K of every client, ``[n_i, n_i]``. momentum: of every step.
     """
 
-    def __init__(self, net: StackedNet, x: Tensor, batches: Batches, grams: list[Tensor]) -> None:
+    def __init__(
+        self,
+        net: StackedNet,
+        x: Tensor,
+        batches: Batches,
+        grams: list[Tensor],
+        momentum: float = 0.0,
+    ) -> None:
         self._net, self._x, self._batches, self._grams = net, x, batches, grams
+        self._momentum = momentum
         clients, most, weight = len(grams), batches.most, net.weights[0]
         # What the first weights of the round make of every record, [k, n, h].
         self._start = weight.new_zeros(clients, most, weight.shape[1])
         for i, count in enumerate(batches.counts):
             torch.mm(self._records(i), weight[i].mT, out=self._start[i, :count])
         self._coefficients = torch.zeros_like(self._start)
+        # Of the last step; without momentum a step goes straight into the coefficients.
+        self._last = torch.zeros_like(self._start) if momentum else self._coefficients
         self._at = torch.empty(0, dtype=torch.int64)
 
     def _records(self, client: int) -> Tensor:
@@ -71,11 +84,14 @@ class SpannedLayer:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether ``epoch`` takes this net: two layers with ReLU and at most a dropout between."""
+        """Whether ``epoch`` takes this net: two layers, ReLU and a dropout at most between.
+
+        It has no momentum.
+        """
         chain = self._net.chain
         between = sorted(op.kind for op in chain[1].before)
         two = len(chain) == 2 and between in (["relu"], ["dropout", "relu"])
-        return two and is_compiled(self._start)
+        return two and not self._momentum and is_compiled(self._start)
 
     def epoch(self, order: Tensor, labels: Tensor, masks: list[Tensor], local: LocalSGD) -> None:
         """Take all steps of an epoch in compiled code; order, labels: int64 ``[k, most]``."""
@@ -124,9 +140,13 @@ class SpannedLayer:
         return found if bias is None else found.add_(bias[:clients].unsqueeze(1))
 
     def step(self, residuals: Tensor) -> None:
-        """Subtract the residuals of the batch that was put out last, ``[a, b, h]``."""
-        flat = residuals.reshape(len(self._at), -1)
-        self._coefficients.view(-1, flat.shape[1]).index_add_(0, self._at, flat, alpha=-1.0)
+        """Take a step by the residuals of the batch that was put out last, ``[a, b, h]``."""
+        flat, last = residuals.reshape(len(self._at), -1), self._last[: len(residuals)]
+        if self._momentum:
+            last.mul_(self._momentum)
+        last.view(-1, flat.shape[1]).index_add_(0, self._at, flat, alpha=-1.0)
+        if self._momentum:
+            self._coefficients[: len(residuals)].add_(last)
 
     def finish(self) -> None:
         """Write the first weights, W0 + C^T X, to the net."""

@@ -42,11 +42,12 @@ def stacked_updates(
     if not batches.by_size:
         return found
     at = torch.tensor(batches.by_size, device=theta.device)
-    net = StackedNet(chain, start[at])
+    net = StackedNet(chain, start[at], local.momentum)
     training = _Training(net, x, y, batches, local)
     span = None
     if gram_of is not None:
-        span = SpannedLayer(net, x, batches, [gram_of(i) for i in batches.by_size])
+        grams = [gram_of(i) for i in batches.by_size]
+        span = SpannedLayer(net, x, batches, grams, local.momentum)
     training.run([seeds[i] for i in batches.by_size], batches.orders(seeds), span)
     found[at] = net.parameters() - start[at]
     return found

@@ -4,7 +4,7 @@ For client i, records b and layer l, with inputs a_l and what the loss changes b
 
     forward   z_l = a_l W_l^T + bias           one ``bmm`` for all clients
     backward  d_{l-1} = d_l W_l, elementwise   one ``bmm``
-    gradient  d_l^T a_l                        one ``baddbmm``, into the parameters
+    gradient  d_l^T a_l                        one ``baddbmm``, into the parameters or their steps
 
 The last outputs are ``[k, classes, b]``: softmax down columns is twice as fast as along rows.
 """
@@ -22,12 +22,13 @@ from dpkernels.federated.local.chain import Chain, Elementwise
 class StackedNet:
     """A chain of linear layers with parameters of its own for each of k clients.
 
-    theta: ``[k, D]``; copied. The first ``a`` clients can be passed alone: all takes and returns
-    are ``[a, ...]``. What is returned stays valid till the next pass: buffers are kept.
+    theta: ``[k, D]``; copied. momentum: a step is u <- momentum u - gradient, w <- w + u.
+    The first ``a`` clients can be passed alone: all takes and returns are ``[a, ...]``. What is
+    returned stays valid till the next pass: buffers are kept.
     """
 
-    def __init__(self, chain: Chain, theta: Tensor) -> None:
-        self.chain = chain
+    def __init__(self, chain: Chain, theta: Tensor, momentum: float = 0.0) -> None:
+        self.chain, self._momentum = chain, momentum
         self._storage: dict[str, Tensor] = {}
         self._views: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self.weights, self.biases = [], []
@@ -44,6 +45,11 @@ class StackedNet:
                 if block.bias is None
                 else theta[:, block.bias : block.bias + block.outputs].contiguous().clone()
             )
+        # The last steps of weights and of biases, by layer; empty without momentum.
+        self._last = {i: torch.zeros_like(w) for i, w in enumerate(self.weights) if momentum}
+        self._last_biases = {
+            i: torch.zeros_like(b) for i, b in enumerate(self.biases) if momentum and b is not None
+        }
         # Of every layer: its inputs [a, b, in]; of every elementwise operation: its outputs.
         self.inputs: list[Tensor] = []
         self._outputs: list[list[Tensor]] = []
@@ -149,13 +155,23 @@ class StackedNet:
         return residuals
 
     def step(self, residuals: list[Tensor], begin: int = 0) -> None:
-        """Subtract every layer's gradient from its parameters, from layer ``begin`` on."""
-        for layer in range(begin, len(self.chain)):
-            d, clients = residuals[layer], len(residuals[layer])
-            self.weights[layer][:clients].baddbmm_(d.mT, self.inputs[layer], alpha=-1.0)
-        for bias, d in zip(self.biases, residuals, strict=True):
-            if bias is not None:
-                bias[: len(d)].sub_(d.sum(1))
+        """Take every layer's step: weights from layer ``begin`` on, and all biases."""
+        for layer, (bias, d) in enumerate(zip(self.biases, residuals, strict=True)):
+            clients = len(d)
+            if layer >= begin:
+                weight, inputs = self.weights[layer][:clients], self.inputs[layer]
+                if layer in self._last:
+                    last = self._last[layer][:clients]
+                    weight.add_(last.baddbmm_(d.mT, inputs, beta=self._momentum, alpha=-1.0))
+                else:
+                    weight.baddbmm_(d.mT, inputs, alpha=-1.0)
+            if bias is None:
+                continue
+            if layer in self._last_biases:
+                last = self._last_biases[layer][:clients]
+                bias[:clients].add_(last.mul_(self._momentum).sub_(d.sum(1)))
+            else:
+                bias[:clients].sub_(d.sum(1))
 
     def parameters(self) -> Tensor:
         """Return the parameters of every client, ``[k, D]``."""

@@ -68,6 +68,7 @@ def vmapped_updates(
         .clone()
         for layer in layers
     }
+    velocities = {name: torch.zeros_like(p) for name, p in parameters.items() if local.momentum}
     kept = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
     kept |= dict(model.named_buffers())
 
@@ -92,7 +93,10 @@ def vmapped_updates(
             own = {name: p[: batch.clients] for name, p in parameters.items()}
             steps = gradients(own, records, y[at_rows], batch.weights)
             for name, p in own.items():
-                p.sub_(steps[name], alpha=local.lr)
+                step = steps[name]
+                if local.momentum:
+                    step = velocities[name][: batch.clients].mul_(local.momentum).add_(step)
+                p.sub_(step, alpha=local.lr)
     moved = torch.cat([parameters[layer.name].flatten(1) for layer in layers], 1)
     found[at] = moved - stacked
     return found

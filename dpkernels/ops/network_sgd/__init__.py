@@ -35,12 +35,15 @@ def network_epoch_(
     layers: Sequence[Layer],
     batch_size: int,
     lr: float,
+    momentum: float = 0.0,
+    velocity: Tensor | None = None,
     first: bool = True,
     last: bool = True,
 ) -> None:
     """Let each of k clients go through its records once, ``batch_size`` at a time, by SGD.
 
-    A step is lr times the gradient of the batch's mean cross-entropy. The last batch of a client is
+    A step is u <- momentum u - lr g, w <- w + u, with g the gradient of the batch's mean
+    cross-entropy: u is -lr times the velocity of ``torch.optim.SGD``. The last batch of a client is
     what is left.
 
     parameters: ``[k, D]`` float32 or float64, contiguous, written. Each client's w after its
@@ -51,6 +54,8 @@ def network_epoch_(
     counts: records of every client, at most n.
     masks: for every layer with dropout, ``[k, n, H W C]`` random levels, channels last: uint8 for
         256 levels, uint16 for 65536.
+    momentum: in [0, 1). velocity: u, like ``parameters``, written; read unless ``first``. Given
+        with momentum, and only with it.
     layers: at least one; linear ones come last, and the very last has nothing after it.
 
     For each record 2 flops a weight and position forward, and 4 backward for those numbers that
@@ -68,6 +73,20 @@ def network_epoch_(
         raise ValueError(
             f"{op}: theta must be [1, {size}] or [{clients}, {size}], got {list(theta.shape)}"
         )
+    if not 0 <= momentum < 1:
+        raise ValueError(f"{op}: momentum must be in [0, 1), got {momentum}")
+    if (velocity is not None) != (momentum > 0):
+        raise ValueError(
+            f"{op}: velocity goes with momentum, got momentum {momentum} "
+            f"{'and' if velocity is not None else 'without'} velocity"
+        )
+    if velocity is not None and (
+        velocity.shape != parameters.shape or velocity.dtype != parameters.dtype
+    ):
+        raise ValueError(
+            f"{op}: velocity must be {list(parameters.shape)} {parameters.dtype}, as parameters "
+            f"are, got {list(velocity.shape)} {velocity.dtype}"
+        )
     for name, table in (("rows", rows), ("labels", labels)):
         if table.shape != rows.shape or table.dim() != 2 or table.dtype != torch.int64:
             raise ValueError(
@@ -82,7 +101,7 @@ def network_epoch_(
     run = backend.select(_network_epoch, parameters.device, parameters.dtype)
     numbers = [number for layer in layers for number in layer.numbers()]
     tables = records, rows, labels, list(counts), list(masks)
-    run(parameters, theta, *tables, numbers, batch_size, lr, first, last)
+    run(parameters, velocity, theta, *tables, numbers, batch_size, lr, momentum, first, last)
 
 
 def is_compiled(like: Tensor) -> bool:
@@ -97,9 +116,9 @@ def _fake_network_epoch(*_: object) -> None:
 
 
 _network_epoch = backend.register(
-    "network_epoch_(Tensor(a!) parameters, Tensor theta, Tensor records, Tensor rows, "
-    "Tensor labels, int[] counts, Tensor[] masks, int[] layers, int batch_size, float lr, "
-    "bool first, bool last) -> ()",
+    "network_epoch_(Tensor(a!) parameters, Tensor(b!)? velocity, Tensor theta, Tensor records, "
+    "Tensor rows, Tensor labels, int[] counts, Tensor[] masks, int[] layers, int batch_size, "
+    "float lr, float momentum, bool first, bool last) -> ()",
     reference=reference.network_epoch_,
     fake=_fake_network_epoch,
     dtypes=DTYPES,

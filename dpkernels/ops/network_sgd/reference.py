@@ -11,6 +11,7 @@ from dpkernels.ops.network_sgd.layers import NUMBERS, Layer
 
 def network_epoch_(
     parameters: Tensor,
+    velocity: Tensor | None,
     theta: Tensor,
     records: Tensor,
     rows: Tensor,
@@ -20,19 +21,27 @@ def network_epoch_(
     layers: list[int],
     batch_size: int,
     lr: float,
+    momentum: float,
     first: bool,
     last: bool,
 ) -> None:
     """Take the steps of ``dpkernels.ops.network_sgd.network_epoch_``."""
     chain = [Layer.of(layers[i : i + NUMBERS]) for i in range(0, len(layers), NUMBERS)]
     starts = theta.expand(len(parameters), -1)
+    if velocity is not None and first:
+        velocity.zero_()
     for i, count in enumerate(counts):
+        last_step = None if velocity is None else velocity[i]
         w = (starts[i] if first else parameters[i]).clone()
         for begin in range(0, count, batch_size):
             part = slice(begin, min(begin + batch_size, count))
             levels = iter([mask[i, part] for mask in masks])
             kept = [_kept(layer, next(levels), w) if layer.levels else None for layer in chain]
-            _step(chain, w, records[rows[i, part]], labels[i, part], kept, lr)
+            gradient = _gradient(chain, w, records[rows[i, part]], labels[i, part], kept)
+            if last_step is None:
+                w.sub_(gradient, alpha=lr)
+            else:
+                w.add_(last_step.mul_(momentum).sub_(gradient, alpha=lr))
         parameters[i] = w - starts[i] if last else w
 
 
@@ -43,10 +52,10 @@ def _kept(layer: Layer, levels: Tensor, like: Tensor) -> Tensor:
     return mask.view(-1, height, width, channels).permute(0, 3, 1, 2)
 
 
-def _step(
-    chain: list[Layer], w: Tensor, x: Tensor, labels: Tensor, kept: list[Tensor | None], lr: float
-) -> None:
-    """Take one step on ``w``, ``[D]``, in place.
+def _gradient(
+    chain: list[Layer], w: Tensor, x: Tensor, labels: Tensor, kept: list[Tensor | None]
+) -> Tensor:
+    """Return the gradient of the batch's mean loss at ``w``, ``[D]``.
 
     Autograd on a leaf of its own: the operator itself may be called where gradients are off.
     """
@@ -57,7 +66,7 @@ def _step(
             x = x if mask is None else x * mask
         loss = torch.nn.functional.cross_entropy(x.flatten(1), labels)
         (gradient,) = torch.autograd.grad(loss, own)
-    w.sub_(gradient, alpha=lr)
+    return gradient
 
 
 def _made(layer: Layer, w: Tensor, x: Tensor) -> Tensor:
