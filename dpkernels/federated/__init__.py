@@ -18,6 +18,13 @@ from dpkernels.federated.algorithms import (
 )
 from dpkernels.federated.contract import Algorithm, Query, Seen, Stage, Terms, Visit
 from dpkernels.federated.loop import Federation, Round
+from dpkernels.federated.merging import (
+    Adam,
+    ConjugateGradients,
+    GradientDescent,
+    Merged,
+    merge,
+)
 from dpkernels.federated.model import ModelProblem
 from dpkernels.federated.problem import Cohort, Layer, LocalSGD, Problem
 from dpkernels.federated.received import Message
@@ -25,19 +32,23 @@ from dpkernels.federated.softmax import SoftmaxProblem
 
 __all__ = [
     "PPSGD",
+    "Adam",
     "Algorithm",
     "Centaur",
     "Centred",
     "Cohort",
+    "ConjugateGradients",
     "FedCEO",
     "FedFC",
     "FedGD",
     "FedNew",
     "FedSOFIM",
     "Federation",
+    "GradientDescent",
     "Layer",
     "LocalDPSGD",
     "LocalSGD",
+    "Merged",
     "Message",
     "ModelProblem",
     "Problem",
@@ -50,4 +61,5 @@ __all__ = [
     "Terms",
     "UDPFedAvg",
     "Visit",
+    "merge",
 ]
