@@ -13,13 +13,13 @@ from torch import Tensor
 
 from dpkernels.federated.data import FederatedData, holdout, load
 from dpkernels.federated.partitions import Partition, dirichlet
+from dpkernels.repro.federated.fedfisher.forms import Form
 from dpkernels.repro.federated.runs import Settings
 from dpkernels.train.data import PIXELS
 
 # The authors' code parts the records once, with NumPy's seed 3, for all seeds of training.
 PAPERS_PARTITION = 3
 VALIDATION = 500
-Form = Literal["none", "paper", "symmetric"]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,161 @@
+"""A table of merged models: its cells, and how all of them are performed."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from dpkernels.repro.federated.fedfisher import outcome
+from dpkernels.repro.federated.fedfisher.methods import missing
+from dpkernels.repro.federated.fedfisher.outcome import Outcome
+from dpkernels.repro.federated.fedfisher.scene import Merging, Scene
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method, under the name that readers see."""
+
+    label: str
+    merging: Merging
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number: a row at one setting.
+
+    panel: the part of the table that it is in. column: what the setting is called there.
+    scenes: the seeds, at the paper's partition. others: other partitions, for the spread.
+    paper: its figure in percent, if it prints one.
+    """
+
+    panel: str
+    column: str
+    row: Row
+    scenes: tuple[Scene, ...]
+    others: tuple[Scene, ...] = ()
+    paper: float | None = None
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """One table or figure. curves: whether columns are a number, and the plot has them on x."""
+
+    name: str
+    caption: str
+    cells: tuple[Cell, ...]
+    notes: tuple[str, ...]
+    curves: str | None = None
+
+    def of_methods(self, methods: Sequence[str]) -> Sheet:
+        """Return the part with rows of these methods; raise ValueError if there is none."""
+        known = list(dict.fromkeys(cell.row.merging.method for cell in self.cells))
+        if unknown := [name for name in methods if name not in known]:
+            raise ValueError(f"methods: {self.name} has {', '.join(known)}, got {unknown[0]!r}")
+        kept = tuple(cell for cell in self.cells if cell.row.merging.method in methods)
+        return replace(self, cells=kept)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A cell with what came of it. reason: why there is nothing."""
+
+    cell: Cell
+    outcomes: tuple[Outcome, ...]
+    others: tuple[Outcome, ...] = ()
+    reason: str | None = None
+
+    @property
+    def mean(self) -> float:
+        """Of the seeds, in percent."""
+        return statistics.fmean(one.accuracy for one in self.outcomes)
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation over seeds; 0 for one."""
+        return _deviation(self.outcomes)
+
+    def over_partitions(self) -> tuple[float, float] | None:
+        """Return mean and standard deviation over other partitions, None without any."""
+        if not self.others:
+            return None
+        return statistics.fmean(one.accuracy for one in self.others), _deviation(self.others)
+
+
+def _deviation(outcomes: Sequence[Outcome]) -> float:
+    found = [one.accuracy for one in outcomes]
+    return statistics.stdev(found) if len(found) > 1 else 0.0
+
+
+def conduct(
+    cells: Sequence[Cell],
+    folder: Path,
+    *,
+    jobs: int = 1,
+    report: Callable[[str], None] = print,
+) -> list[Result]:
+    """Train, merge and read every cell; what ``folder`` has is not done again.
+
+    jobs: processes of one thread each. A scene's clients are trained once, whatever merges them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    reasons = {merging: missing(merging) for merging in {cell.row.merging for cell in cells}}
+    for reason in sorted({f"left out: {why}" for why in reasons.values() if why}):
+        report(reason)
+    wanted: dict[Scene, list[Merging]] = {}
+    for cell in cells:
+        if reasons[cell.row.merging] is None:
+            for scene in (*cell.scenes, *cell.others):
+                wanted.setdefault(scene, []).append(cell.row.merging)
+    # A round starts from the one before, which others may start from, too.
+    for number in sorted({scene.round for scene in wanted}):
+        tasks = [(s, tuple(dict.fromkeys(m))) for s, m in wanted.items() if s.round == number]
+        _perform_all(tasks, folder, jobs, f"round {number}", report)
+    return [_result(cell, folder, reasons[cell.row.merging]) for cell in cells]
+
+
+def _result(cell: Cell, folder: Path, reason: str | None) -> Result:
+    if reason is not None:
+        return Result(cell, (), (), reason)
+    seeds, others = (
+        tuple(
+            found
+            for scene in scenes
+            if (found := outcome.read(scene, cell.row.merging, folder)) is not None
+        )
+        for scenes in (cell.scenes, cell.others)
+    )
+    return Result(cell, seeds, others)
+
+
+def _perform_all(
+    tasks: Iterable[tuple[Scene, tuple[Merging, ...]]],
+    folder: Path,
+    jobs: int,
+    what: str,
+    report: Callable[[str], None],
+) -> None:
+    every = list(tasks)
+    undone = [
+        (scene, mergings)
+        for scene, mergings in every
+        if any(outcome.read(scene, merging, folder) is None for merging in mergings)
+    ]
+    # Scenes with the same records follow each other: these are loaded and parted once.
+    undone.sort(key=lambda task: (task[0].dataset, task[0].alpha, task[0].partition_seed))
+    report(f"{what}: {len(every)} scenes, {len(every) - len(undone)} kept already")
+    if jobs == 1:
+        for number, (scene, mergings) in enumerate(undone, 1):
+            outcome.perform(scene, mergings, folder)
+            report(f"{what}: {number} of {len(undone)}")
+        return
+    with ProcessPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        scenes, mergings = [list(part) for part in zip(*undone, strict=True)] or ([], [])
+        done = pool.map(outcome.perform, scenes, mergings, itertools.repeat(folder))
+        for number, _ in enumerate(done, 1):
+            report(f"{what}: {number} of {len(undone)}")
