@@ -23,7 +23,7 @@ def sent(state: Mapping[str, Tensor], fisher: Fisher, form: Form) -> tuple[Sent,
     if form == "none":
         plain = sum(4 * tensor.numel() for tensor in state.values())
         return (dict(state), fisher), plain + fisher_bytes(fisher)
-    if form in ("paper-2", "paper-6"):
+    if form == "paper-2" or form == "paper-6":
         return _with_factors(state, fisher, int(form.removeprefix("paper-")))
     from dpkernels.federated.merging.compress import compress, decompress
     from dpkernels.federated.merging.layout import Layout

@@ -6,9 +6,10 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from dpkernels.federated.merging import Adam, ConjugateGradients, Method, merge
 from dpkernels.repro.federated.fedfisher.scene import Merging
@@ -51,7 +52,7 @@ def _merge(uploads: Uploads, method: Method, choose: bool, **settings: Any) -> F
         **settings,
     )
     network = _loaded(uploads.model, merged.state)
-    return Found(network, merged.iterations, merged.chosen, dict(merged.scores))
+    return Found(network, merged.iterations, merged.chosen, {**merged.scores})
 
 
 def _fedavg(uploads: Uploads) -> Found:
@@ -81,14 +82,66 @@ def _fedfisher(
     return _merge(uploads, "fedfisher", choose, solver=solver, damping=damping)
 
 
+def _ot_fusion(uploads: Uploads) -> Found:
+    """OTFusion by either cost, the better on the validation records."""
+    from dpkernels.federated.merging.ot_fusion import ot_fusion
+
+    def made(cost: Literal["weights", "directions"]) -> dict[str, Tensor]:
+        return ot_fusion(uploads.model, uploads.states, weights=uploads.sizes, cost=cost)
+
+    states = {"weights": made("weights"), "directions": made("directions")}
+    scores: dict[int | str, float] = {cost: uploads.score(one) for cost, one in states.items()}
+    best = max(states, key=scores.__getitem__)
+    return Found(_loaded(uploads.model, states[best]), 0, best, scores)
+
+
+def _pfnm(uploads: Uploads) -> Found:
+    """PFNM at the paper's variances and mass; the network is wider than the clients'."""
+    from dpkernels.federated.merging.pfnm import pfnm
+
+    network, _ = pfnm(uploads.model, uploads.states, class_counts=uploads.labels)
+    return Found(network)
+
+
+def _dense(uploads: Uploads, **settings: Any) -> Found:
+    """DENSE, the best epoch on the validation records; settings: of ``DenseSettings``."""
+    from dpkernels.federated.merging.dense import DenseSettings, dense
+
+    scores: dict[int | str, float] = {}
+
+    def choose(state: State) -> float:
+        scores[len(scores)] = uploads.score(state)
+        return scores[len(scores) - 1]
+
+    state = dense(
+        [_loaded(uploads.model, state) for state in uploads.states],
+        classes=uploads.labels.shape[1],
+        shape=uploads.image,
+        weights=uploads.sizes,
+        pixels=uploads.pixels,
+        settings=DenseSettings(**settings),
+        choose=choose,
+        seed=torch.initial_seed() % 2**31,
+    )
+    best = max(scores, key=scores.__getitem__)
+    return Found(_loaded(uploads.model, state), len(scores), best, scores)
+
+
 METHODS: dict[str, Callable[..., Found]] = {
     "fedavg": _fedavg,
+    "ot-fusion": _ot_fusion,
+    "pfnm": _pfnm,
+    "dense": _dense,
     "fisher-merge": _fisher_merge,
     "regmean": _regmean,
     "fedfisher": _fedfisher,
 }
 # What has to be there for a method, besides this package's core.
-_NEEDS: dict[str, tuple[str, ...]] = {}
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "ot-fusion": ("dpkernels.federated.merging.ot_fusion", "ot"),
+    "pfnm": ("dpkernels.federated.merging.pfnm",),
+    "dense": ("dpkernels.federated.merging.dense",),
+}
 _COMPRESSION = "dpkernels.federated.merging.compress"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from dpkernels.train.data import PIXELS
 # The authors' code parts the records once, with NumPy's seed 3, for all seeds of training.
 PAPERS_PARTITION = 3
 VALIDATION = 500
+Pixels = tuple[Sequence[float], Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ class Parted:
 
     def images(self, x: Tensor) -> Tensor:
         """Return flat records in the shape that networks take."""
-        return x.unflatten(1, self.data.shape)
+        images: Tensor = x.unflatten(1, self.data.shape)
+        return images
 
 
 def parted(scene: Scene) -> Parted:
@@ -136,12 +139,20 @@ def _data(dataset: str) -> FederatedData:
     return _as_mnist(data) if dataset == "fashion" else data
 
 
+def pixels_of(dataset: str) -> Pixels:
+    """Return mean and standard deviation, by channel, that pixels in [0, 1] are scaled by."""
+    mean, std = PIXELS["mnist" if dataset == "fashion" else dataset]
+    return mean, std
+
+
 def _as_mnist(data: FederatedData) -> FederatedData:
     """Return FashionMNIST scaled by MNIST's constants, as the authors' code does.
 
     It matters: networks without biases have no other way to see a constant.
     """
-    (mean, std), (own_mean, own_std) = ((m[0], s[0]) for m, s in (PIXELS["mnist"], PIXELS["fashion"]))
+    (mean, std), (own_mean, own_std) = (
+        (m[0], s[0]) for m, s in (PIXELS["mnist"], PIXELS["fashion"])
+    )
     x, x_test = ((part * own_std + own_mean - mean) / std for part in (data.x, data.x_test))
     note = f"{data.note}, then rescaled by MNIST's, as in FedFisher's code"
     return replace(data, x=x, x_test=x_test, note=note)

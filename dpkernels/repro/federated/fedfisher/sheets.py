@@ -18,6 +18,9 @@ _FEW_SHOT_ALPHA, _CLIENTS_ALPHA = 0.1, 0.3
 CLIENTS = (10, 20, 30)
 
 
+Figures = Mapping[str, Mapping[int, float]]
+
+
 @dataclass(frozen=True)
 class Effort:
     """How much is trained.
@@ -168,7 +171,9 @@ def table2(effort: Effort) -> Sheet:
     return Sheet("table2", "Table 2, one round, by heterogeneity", tuple(cells), notes)
 
 
-def _compression(effort: Effort, rows: Sequence[tuple[str, Row, int | None]], figures: Figures):
+def _compression(
+    effort: Effort, rows: Sequence[tuple[str, Row, int | None]], figures: Figures
+) -> tuple[Cell, ...]:
     cells = []
     for dataset in _datasets(effort):
         scenes = _seeds(_scene(dataset, 0.1, effort), _count(dataset, effort))
@@ -176,9 +181,6 @@ def _compression(effort: Effort, rows: Sequence[tuple[str, Row, int | None]], fi
             paper = None if s_q is None else figures[dataset].get(s_q)
             cells.append(Cell(_title(dataset) + ", alpha .1", column, row, scenes, (), paper))
     return tuple(cells)
-
-
-Figures = Mapping[str, Mapping[int, float]]
 
 
 def table4(effort: Effort) -> Sheet:
@@ -244,9 +246,7 @@ def clients(effort: Effort) -> Sheet:
     for dataset in _datasets(effort):
         panel = _title(dataset).replace("5 clients", f"alpha {_CLIENTS_ALPHA:g}")
         for count in effort.clients:
-            scenes = _seeds(
-                _scene(dataset, _CLIENTS_ALPHA, effort, count), _count(dataset, effort)
-            )
+            scenes = _seeds(_scene(dataset, _CLIENTS_ALPHA, effort, count), _count(dataset, effort))
             cells += [Cell(panel, str(count), row, scenes) for row in ROWS]
     notes = _notes(effort, "Figure 3 is not in our copy.")
     return Sheet("clients", "Figure 3, by clients", tuple(cells), notes, curves="clients")

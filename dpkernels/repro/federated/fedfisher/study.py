@@ -154,8 +154,8 @@ def _perform_all(
             outcome.perform(scene, mergings, folder)
             report(f"{what}: {number} of {len(undone)}")
         return
+    scenes, mergings_of = [scene for scene, _ in undone], [mergings for _, mergings in undone]
     with ProcessPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        scenes, mergings = [list(part) for part in zip(*undone, strict=True)] or ([], [])
-        done = pool.map(outcome.perform, scenes, mergings, itertools.repeat(folder))
+        done = pool.map(outcome.perform, scenes, mergings_of, itertools.repeat(folder))
         for number, _ in enumerate(done, 1):
             report(f"{what}: {number} of {len(undone)}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpkernels.federated.build import network_problem
 from dpkernels.federated.model import ModelProblem
@@ -50,9 +50,9 @@ def problem_of(scene: Scene, records: Parted | None = None) -> ModelProblem:
     return network_problem(scene.model, records.data, records.parts, scene.seed)
 
 
-def network_of(scene: Scene) -> nn.Module:
-    """Return the network with the first parameters of ``scene.seed``."""
-    return problem_of(scene).model
+def local_of(scene: Scene) -> LocalSGD:
+    """Return what a client does."""
+    return LocalSGD(scene.local_epochs, scene.batch_size, scene.lr, momentum=scene.momentum)
 
 
 def state_of(layers: tuple[Layer, ...], theta: Tensor) -> dict[str, Tensor]:
@@ -80,10 +80,9 @@ def train(scene: Scene, start: Tensor | None = None) -> Trained:
     """Train every client from ``start``, ``[D]``, or the first parameters of the seed."""
     problem = problem_of(scene)
     theta = problem.initial() if start is None else start
-    local = LocalSGD(scene.local_epochs, scene.batch_size, scene.lr, momentum=scene.momentum)
     cohort = problem.cohort(torch.arange(scene.clients))
     began = time.perf_counter()
-    moved = problem.local_updates(cohort, theta, local, client_seeds(scene))
+    moved = problem.local_updates(cohort, theta, local_of(scene), client_seeds(scene))
     seconds = time.perf_counter() - began
     sizes = parted(scene).parts.sizes.tolist()
     return Trained(scene, theta, theta + moved, sizes, seconds)

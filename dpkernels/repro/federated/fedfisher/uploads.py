@@ -15,10 +15,10 @@ from torch.func import functional_call
 from dpkernels.fisher import Fisher, fisher_information
 from dpkernels.repro.federated.fedfisher import training
 from dpkernels.repro.federated.fedfisher.forms import sent
-from dpkernels.repro.federated.fedfisher.scene import Merging, Parted, Scene, digest_of, parted
+from dpkernels.repro.federated.fedfisher.scene import Merging, Parted, Pixels, Scene, digest_of, parted, pixels_of
 from dpkernels.repro.federated.fedfisher.training import State, Trained
 
-_BATCH = 500
+BATCH = 500
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Uploads:
     labels: ``[clients, classes]`` int64, how many records of a class each has; PFNM asks for them.
     bytes: of the largest upload. fedavg_bytes: of a model in float32.
     validation: ``[V, ...]`` and ``[V]``, declared public.
+    pixels: mean and standard deviation, by channel, that images were scaled by.
     """
 
     model: nn.Module
@@ -41,6 +42,13 @@ class Uploads:
     bytes: int
     fedavg_bytes: int
     validation: tuple[Tensor, Tensor]
+    pixels: Pixels
+
+    @property
+    def image(self) -> tuple[int, int, int]:
+        """The shape of an image: channels, height, width."""
+        channels, height, width = self.validation[0].shape[1:]
+        return channels, height, width
 
     def score(self, state: State) -> float:
         """Return the share of the validation records that a state gets right."""
@@ -88,6 +96,7 @@ class Clients:
             largest,
             plain,
             self._images(self.records.x_validation, self.records.y_validation),
+            pixels_of(self.trained.scene.dataset),
         )
 
     def fishers(self, merging: Merging) -> list[Fisher]:
@@ -110,7 +119,7 @@ class Clients:
         rows = self.records.parts.indices(client)
         return fisher_information(
             self.model,
-            self.records.images(self.records.data.x[rows]).split(_BATCH),
+            self.records.images(self.records.data.x[rows]).split(BATCH),
             kind=merging.fisher,
             expectation=merging.expectation,
             generator=_generator(self.trained.scene, client),
@@ -145,10 +154,10 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor, state: State | None = None)
 
     x: ``[N, ...]``. y: ``[N]``.
     """
-    kept = dict(model.named_parameters()) if state is None else dict(state)
+    kept: dict[str, Tensor] = dict(model.named_parameters() if state is None else state)
     right = 0
     with torch.no_grad():
-        for inputs, labels in zip(x.split(_BATCH), y.split(_BATCH), strict=True):
+        for inputs, labels in zip(x.split(BATCH), y.split(BATCH), strict=True):
             logits = functional_call(model, kept, (inputs,))
             right += int((logits.argmax(1) == labels).sum())
     return right / len(y)
