@@ -44,30 +44,32 @@ struct Buffers {
   std::vector<ImageBuffers<T>> images;
   std::vector<FlatBuffers<T>> flats;
   T *z, *d, *frame_back;  // of one record in any image layer
-  int32_t *begin, *output;
-  T* value;
+  int32_t *begin, *output, *output_begin, *output_next, *output_at;
+  T *value, *output_value;
   Parts parts;
 
   Buffers(void* memory, const Network& network, const std::vector<ImageLayer>& layers)
       : parts(memory) {
     const int64_t batch = network.batch_size;
     parameters = parts.take<T>(network.parameters);
-    int64_t z_size = 0, d_size = 0, frame = 0, lists = 0;
+    int64_t z_size = 0, d_size = 0, frame = 0, lists = 0, outputs = 0;
     for (const ImageLayer& image : layers) {
       const NetLayer& layer = image.layer;
       const bool is_conv = layer.kind == LayerKind::convolution;
-      // Patches are read to the end of their last vector: 64 bytes past the frame at most.
-      images.push_back(
-          {parts.take<T>(batch * image.frame + kSlack), parts.take<T>(batch * layer.features()),
-           parts.take<T>(is_conv ? image.packed : 0), parts.take<T>(is_conv ? image.packed : 0),
-           parts.take<T>(is_conv ? image.panels : 0), parts.take<T>(layer.outputs),
-           parts.take<uint8_t>(batch * layer.features())});
+      // Patches, and what is made of them, end with a whole vector: 64 bytes past it at most.
+      images.push_back({parts.take<T>(batch * image.frame + kSlack),
+                        parts.take<T>(batch * layer.features() + kSlack),
+                        parts.take<T>(is_conv ? image.packed : 0),
+                        parts.take<T>(is_conv ? image.packed : 0),
+                        parts.take<T>(is_conv ? image.panels : 0), parts.take<T>(layer.outputs),
+                        parts.take<uint8_t>(batch * layer.features() + kSlack)});
       // A record is turned to channels last here, too.
       const int64_t taken = layer.channels * layer.height * layer.width;
       z_size = std::max({z_size, layer.positions() * layer.outputs, taken});
       d_size = std::max(d_size, layer.features());
       frame = std::max(frame, image.frame);
       lists = std::max(lists, layer.pooled() * layer.window());
+      outputs = std::max(outputs, layer.outputs);
     }
     const int64_t first = static_cast<int64_t>(layers.size());
     for (int64_t l = first; l < network.depth; ++l) {
@@ -76,12 +78,16 @@ struct Buffers {
       T* const outputs = parts.take<T>(batch * network.layers[l].outputs);
       flats.push_back({inputs, outputs, parts.take<T>(size)});
     }
-    z = parts.take<T>(z_size);
+    z = parts.take<T>(z_size + kSlack);
     d = parts.take<T>(d_size);
     frame_back = parts.take<T>(frame + kSlack);
     begin = parts.take<int32_t>(lists + 1);
     output = parts.take<int32_t>(d_size + kSlack);
     value = parts.take<T>(d_size + kSlack);
+    output_begin = parts.take<int32_t>(outputs + 1);
+    output_next = parts.take<int32_t>(outputs);
+    output_at = parts.take<int32_t>(d_size);
+    output_value = parts.take<T>(d_size);
   }
 
  private:

@@ -24,7 +24,9 @@ struct Kernels {
   decltype(&portable::conv_forward<T>) conv_forward = DPK_FOR_ISA(isa, conv_forward<T>);
   decltype(&portable::add_patches_back<T>) patches_back = DPK_FOR_ISA(isa, add_patches_back<T>);
   decltype(&portable::add_weights_back<T>) weights_back = DPK_FOR_ISA(isa, add_weights_back<T>);
-  decltype(&portable::max_of_window<T>) max_of_window = DPK_FOR_ISA(isa, max_of_window<T>);
+  decltype(&portable::max_pool<T>) max_pool = DPK_FOR_ISA(isa, max_pool<T>);
+  decltype(&portable::by_output<T>) by_output = DPK_FOR_ISA(isa, by_output<T>);
+  decltype(&portable::panel_columns<T>) panel_columns = DPK_FOR_ISA(isa, panel_columns<T>);
   decltype(&portable::add_bias<T>) add_bias = DPK_FOR_ISA(isa, add_bias<T>);
   decltype(&portable::relu_back<T>) relu_back = DPK_FOR_ISA(isa, relu_back<T>);
   decltype(&portable::tanh_back<T>) tanh_back = DPK_FOR_ISA(isa, tanh_back<T>);
@@ -52,7 +54,8 @@ struct Shared {
     int64_t flat = network.depth;
     while (flat > 0 && network.layers[flat - 1].is_flat()) --flat;
     for (int64_t l = 0; l < flat; ++l) {
-      images.emplace_back(network.layers[l], kernels.lanes);
+      const NetLayer& layer = network.layers[l];
+      images.emplace_back(layer, kernels.lanes, kernels.panel_columns(layer.outputs));
     }
     trained = 0;
     while (network.layers[trained].kind == LayerKind::pass) ++trained;
@@ -166,7 +169,7 @@ class Training {
   void fill_panels(int64_t l) {
     const ImageLayer& image = s_.images[l];
     const ImageBuffers<T>& own = buffers_.images[l];
-    const int64_t each = image.pieces * k_.lanes, columns = 2 * k_.lanes;
+    const int64_t each = image.pieces * k_.lanes, columns = image.columns;
     const int64_t length = static_cast<int64_t>(image.slots.size());
     for (int64_t o = 0; o < layer(l).outputs; ++o) {
       T* const to = own.panels + o / columns * columns * length + o % columns;
@@ -269,13 +272,8 @@ class Training {
       std::copy_n(frame, features, out);
     }
     if (pools) {
-      uint8_t* const which = buffers_.images[l].which + r * features;
-      for (int64_t q = 0; q < own.pooled(); ++q) {
-        const int32_t first = image.under_begin[q];
-        k_.max_of_window(z, image.under.data() + first, image.names.data() + first,
-                         image.under_begin[q + 1] - first, own.outputs, out + q * own.outputs,
-                         which + q * own.outputs);
-      }
+      k_.max_pool(z, image.under_begin.data(), image.under.data(), image.names.data(), own.pooled(),
+                  own.outputs, out, buffers_.images[l].which + r * features);
     }
     activate(l, own.pooled(), out);
     const T* made = out;
@@ -364,10 +362,13 @@ class Training {
       return;
     }
     if (bias(l) != nullptr) k_.add_rows(d, own.pooled(), own.outputs, mine.bias_sums);
+    const ByOutput<T> sorted =
+        k_.by_output(back, own.outputs, buffers_.output_begin, buffers_.output_next,
+                     buffers_.output_at, buffers_.output_value);
     const int64_t each = image.pieces * k_.lanes * own.outputs;
     for (int64_t chunk = 0; chunk < image.chunks; ++chunk) {
       const int32_t* const pieces = image.piece_at.data() + chunk * image.pieces;
-      k_.patches_back(image.pieces, back, frame, pieces, mine.sums + chunk * each);
+      k_.patches_back(image.pieces, sorted, frame, pieces, mine.sums + chunk * each);
       if (!further) continue;
       k_.weights_back(image.pieces, back, mine.weights + chunk * each, pieces, buffers_.frame_back);
     }

@@ -12,6 +12,52 @@ int64_t lanes_of() {
   return NetVectors<T>::kLanesOfV;
 }
 
+// Columns of a panel of weights: no more than a vector, or half a long one, for so few outputs.
+template <class T>
+int64_t panel_columns(int64_t outputs) {
+  constexpr int kLanesOfV = NetVectors<T>::kLanesOfV;
+  if (DPK_VECTOR_BYTES == 64 && 2 * outputs <= kLanesOfV) return kLanesOfV / 2;
+  return outputs <= kLanesOfV ? kLanesOfV : 2 * kLanesOfV;
+}
+
+// Positions of a tile of one vector: with their 8 sums, no multiplication waits for the last one.
+constexpr int kNarrowRows = 8;
+
+// out [rows, outputs] of a tile of positions, whose outputs fit one vector W. Rows are written as
+// whole vectors, first to last: what is past a row belongs to the next one, or to slack.
+template <class W, class T>
+inline void narrow_tile(const PatchRuns& patch, const T* frame, const int32_t* at, int64_t rows,
+                        const T* panel, T* out, int64_t ldo) {
+  constexpr int64_t kColumns = sizeof(W) / sizeof(T);
+  W tile[kNarrowRows];
+#pragma GCC unroll 8
+  for (int r = 0; r < kNarrowRows; ++r) tile[r] = W{};
+  for (int64_t run = 0; run < patch.runs; ++run) {
+    const T* a[kNarrowRows];
+#pragma GCC unroll 8
+    for (int r = 0; r < kNarrowRows; ++r) {
+      a[r] = frame + at[r < rows ? r : rows - 1] + run * patch.apart;
+    }
+    for (int64_t p = 0; p < patch.length; ++p, panel += kColumns) {
+      const W b = load_as<W>(panel);
+#pragma GCC unroll 8
+      for (int r = 0; r < kNarrowRows; ++r) tile[r] += a[r][p] * b;
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kNarrowRows; ++r) {
+    if (r < rows) store(out + r * ldo, tile[r]);
+  }
+}
+
+template <class W, class T>
+inline void narrow_forward(const PatchRuns& patch, const T* frame, const int32_t* at,
+                           int64_t positions, const T* panel, int64_t outputs, T* out) {
+  for (int64_t i = 0; i < positions; i += kNarrowRows) {
+    narrow_tile<W>(patch, frame, at + i, positions - i, panel, out + i * outputs, outputs);
+  }
+}
+
 // out [rows, cols] of a tile of positions x outputs: at[r] is where position r's patch begins.
 template <int Rows, class T>
 inline void conv_tile(const PatchRuns& patch, const T* frame, const int32_t* at, int64_t rows,
@@ -39,10 +85,24 @@ inline void conv_tile(const PatchRuns& patch, const T* frame, const int32_t* at,
   store_tile<Rows, T>(tile, out, ldo, rows, cols, false);
 }
 
-// out [positions, outputs] = patches of frame times packed weights, [panel][run][length][2 V].
+// out [positions, outputs] = patches of frame times packed weights, [panel][run][length][columns].
+// Up to a vector past out is written.
 template <class T>
 void conv_forward(const PatchRuns& patch, const T* frame, const int32_t* at, int64_t positions,
                   const T* packed, int64_t outputs, T* out) {
+  using V = typename NetVectors<T>::V;
+  const int64_t columns = panel_columns<T>(outputs);
+  if (columns == NetVectors<T>::kLanesOfV) {
+    narrow_forward<V>(patch, frame, at, positions, packed, outputs, out);
+    return;
+  }
+#if DPK_VECTOR_BYTES == 64
+  if (columns < NetVectors<T>::kLanesOfV) {
+    typedef T Half __attribute__((vector_size(32)));
+    narrow_forward<Half>(patch, frame, at, positions, packed, outputs, out);
+    return;
+  }
+#endif
   constexpr int kCols = GemmSizes<T>::kTileCols;
   for (int64_t j = 0; j < outputs; j += kCols) {
     const T* const panel = packed + j * patch.runs * patch.length;
@@ -57,25 +117,23 @@ void conv_forward(const PatchRuns& patch, const T* frame, const int32_t* at, int
   }
 }
 
-// pieces[q][o] += value x (a chunk of the patch) for every number (q, o) that came back.
+// gradient [outputs][pieces] += value x (a chunk of the patch) for every number that came back.
 template <int Pieces, class T>
-void patches_back(const CameBack<T>& back, const T* frame, const int32_t* pieces, T* gradient) {
+void patches_back(const ByOutput<T>& back, const T* frame, const int32_t* pieces, T* gradient) {
   using V = typename NetVectors<T>::V;
   constexpr int kLanesOfV = NetVectors<T>::kLanesOfV;
-  for (int64_t q = 0; q < back.lists; ++q) {
-    if (back.begin[q] == back.begin[q + 1]) continue;
-    const T* const patch = frame + back.at[q];
-    V x[Pieces];
+  for (int64_t o = 0; o < back.outputs; ++o, gradient += Pieces * kLanesOfV) {
+    V sums[Pieces];
 #pragma GCC unroll 6
-    for (int j = 0; j < Pieces; ++j) x[j] = load_as<V>(patch + pieces[j]);
-    for (int32_t e = back.begin[q]; e < back.begin[q + 1]; ++e) {
-      T* const to = gradient + back.output[e] * (Pieces * kLanesOfV);
+    for (int j = 0; j < Pieces; ++j) sums[j] = load_as<V>(gradient + j * kLanesOfV);
+    for (int32_t e = back.begin[o]; e < back.begin[o + 1]; ++e) {
+      const T* const patch = frame + back.at[e];
       const T value = back.value[e];
 #pragma GCC unroll 6
-      for (int j = 0; j < Pieces; ++j) {
-        store(to + j * kLanesOfV, load_as<V>(to + j * kLanesOfV) + value * x[j]);
-      }
+      for (int j = 0; j < Pieces; ++j) sums[j] += value * load_as<V>(patch + pieces[j]);
     }
+#pragma GCC unroll 6
+    for (int j = 0; j < Pieces; ++j) store(gradient + j * kLanesOfV, sums[j]);
   }
 }
 
@@ -106,7 +164,7 @@ void weights_back(const CameBack<T>& back, const T* weights, const int32_t* piec
 
 // Chooses by the number of pieces in a chunk; frame is read, `sums` written.
 template <class T>
-void add_patches_back(int64_t pieces, const CameBack<T>& back, const T* frame, const int32_t* at,
+void add_patches_back(int64_t pieces, const ByOutput<T>& back, const T* frame, const int32_t* at,
                       T* sums) {
   constexpr decltype(&patches_back<1, T>) kBy[] = {patches_back<1, T>, patches_back<2, T>,
                                                    patches_back<3, T>, patches_back<4, T>,
@@ -123,21 +181,65 @@ void add_weights_back(int64_t pieces, const CameBack<T>& back, const T* weights,
   kBy[pieces - 1](back, weights, at, frame);
 }
 
-// best [channels] = the largest of z's windows [count][channels]; which: the first that has it.
-// NaN wins, as in torch.
+// Sorts what came back by output: at, value of output o are [begin[o], begin[o + 1]), in the order
+// that they had. next: [outputs].
 template <class T>
-void max_of_window(const T* z, const int32_t* at, const uint8_t* names, int64_t count,
-                   int64_t channels, T* best, uint8_t* which) {
-  for (int64_t c = 0; c < channels; ++c) best[c] = z[at[0] + c];
-  for (int64_t c = 0; c < channels; ++c) which[c] = names[0];
-  for (int64_t i = 1; i < count; ++i) {
-    const T* const row = z + at[i];
-    const uint8_t name = names[i];
-    for (int64_t c = 0; c < channels; ++c) {
-      const T v = row[c];
-      const bool take = v > best[c] || v != v;
-      best[c] = take ? v : best[c];
-      which[c] = take ? name : which[c];
+ByOutput<T> by_output(const CameBack<T>& back, int64_t outputs, int32_t* begin, int32_t* next,
+                      int32_t* at, T* value) {
+  const int32_t end = back.begin[back.lists];
+  for (int64_t o = 0; o < outputs; ++o) next[o] = 0;
+  for (int32_t e = 0; e < end; ++e) ++next[back.output[e]];
+  int32_t sum = 0;
+  for (int64_t o = 0; o < outputs; ++o) {
+    begin[o] = sum;
+    sum += next[o];
+    next[o] = begin[o];
+  }
+  begin[outputs] = sum;
+  for (int64_t q = 0; q < back.lists; ++q) {
+    for (int32_t e = back.begin[q]; e < back.begin[q + 1]; ++e) {
+      const int32_t to = next[back.output[e]]++;
+      at[to] = back.at[q];
+      value[to] = back.value[e];
+    }
+  }
+  return {outputs, at, begin, value};
+}
+
+template <class T>
+struct Places;
+template <>
+struct Places<float> {
+  typedef int32_t I __attribute__((vector_size(DPK_VECTOR_BYTES)));
+  typedef uint8_t Names __attribute__((vector_size(DPK_VECTOR_BYTES / 4)));
+};
+template <>
+struct Places<double> {
+  typedef int64_t I __attribute__((vector_size(DPK_VECTOR_BYTES)));
+  typedef uint8_t Names __attribute__((vector_size(DPK_VECTOR_BYTES / 8)));
+};
+
+// best [pooled, channels] = the largest of z's numbers in each window, those at
+// [begin[q], begin[q + 1]) of at; which: the first that has it, by its name. NaN wins, as in torch.
+// Up to a vector past z is read, and past best and which written.
+template <class T>
+void max_pool(const T* z, const int32_t* begin, const int32_t* at, const uint8_t* names,
+              int64_t pooled, int64_t channels, T* best, uint8_t* which) {
+  using V = typename NetVectors<T>::V;
+  using I = typename Places<T>::I;
+  for (int64_t q = 0; q < pooled; ++q, best += channels, which += channels) {
+    for (int64_t c = 0; c < channels; c += NetVectors<T>::kLanesOfV) {
+      int32_t i = begin[q];
+      V most = load_as<V>(z + at[i] + c);
+      I name = I{} + names[i];
+      for (++i; i < begin[q + 1]; ++i) {
+        const V v = load_as<V>(z + at[i] + c);
+        const I take = (v > most) | (v != v);
+        most = take ? v : most;
+        name = take ? I{} + names[i] : name;
+      }
+      store(best + c, most);
+      store(which + c, __builtin_convertvector(name, typename Places<T>::Names));
     }
   }
 }

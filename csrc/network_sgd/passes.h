@@ -23,6 +23,14 @@ struct CameBack {
   const T* value;
 };
 
+// The same by output: those of output o are [begin[o], begin[o + 1]) of at and value.
+template <class T>
+struct ByOutput {
+  int64_t outputs;
+  const int32_t *at, *begin;
+  const T* value;
+};
+
 // Inputs of a linear layer that are multiplied at a time: those of 10 records take 20 of 32 KiB of
 // the first-level cache. By size, not tuned.
 constexpr int64_t kDotDepth = 512;
@@ -40,7 +48,7 @@ struct ImageLayer {
   PatchRuns patch;
   int64_t chunks, pieces;         // a patch is chunks x pieces vectors
   int64_t packed;                 // numbers of the weights as the backward pass takes them
-  int64_t panels;                 // and as the forward pass does
+  int64_t columns, panels;        // and as the forward pass does, in panels of so many outputs
   std::vector<int32_t> at;        // where the patch of each position begins
   std::vector<int32_t> piece_at;  // where each piece begins in the patch
   std::vector<int32_t> slots;     // where each weight of a patch lies among an output's packed ones
@@ -49,10 +57,12 @@ struct ImageLayer {
   std::vector<uint8_t> names;    // which place in the window each is
   std::vector<int32_t> list_at;  // [pooled, window]: the patch of each place
 
-  ImageLayer(const NetLayer& layer, int64_t lanes);
+  // columns: of a panel.
+  ImageLayer(const NetLayer& layer, int64_t lanes, int64_t columns);
 };
 
-inline ImageLayer::ImageLayer(const NetLayer& given, int64_t lanes) : layer(given) {
+inline ImageLayer::ImageLayer(const NetLayer& given, int64_t lanes, int64_t columns)
+    : layer(given), columns(columns) {
   const Window& kernel = layer.kernel;
   const int64_t width = layer.width + 2 * kernel.padding[1], channels = layer.channels;
   frame = (layer.height + 2 * kernel.padding[0]) * width * channels;
@@ -61,7 +71,7 @@ inline ImageLayer::ImageLayer(const NetLayer& given, int64_t lanes) : layer(give
   chunks = (all + kMostPieces - 1) / kMostPieces;
   pieces = (all + chunks - 1) / chunks;
   packed = chunks * pieces * lanes * layer.outputs;
-  panels = patch.runs * patch.length * round_up(layer.outputs, 2 * lanes);
+  panels = patch.runs * patch.length * round_up(layer.outputs, columns);
   for (int64_t y = 0; y < layer.conv_size(0); ++y) {
     for (int64_t x = 0; x < layer.conv_size(1); ++x) {
       const int64_t begin = y * kernel.stride[0] * width + x * kernel.stride[1];

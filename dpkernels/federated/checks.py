@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dpkernels.federated.contract import Tensors, Terms
+from collections.abc import Sequence
+
+from dpkernels.federated.contract import Algorithm, Stage, Tensors, Terms
 from dpkernels.federated.problem import Problem
 from dpkernels.federated.release import Release
 from dpkernels.privacy.mechanism import WithoutReplacement
@@ -25,6 +27,34 @@ def check_fits(problem: Problem, terms: Terms, sampler: PrivateSampler | None) -
     if sampler is not None and sampler.num_records != terms.clients:
         raise ValueError(
             f"Federation: sampler must draw from {terms.clients} clients, got {sampler.num_records}"
+        )
+
+
+def check_budget(algorithm: Algorithm, epsilon: float | None, multiplier: float | None) -> None:
+    """Raise ValueError for a budget where no noise would bound what a unit tells."""
+    asked = {"epsilon": epsilon, "noise_multiplier": multiplier}
+    for name, value in asked.items():
+        if value is not None and not algorithm.private:
+            raise ValueError(
+                f"Federation: {name} must be None for {algorithm!r}, which is not private: nothing "
+                f"bounds what one record changes, whatever the noise, got {value}; take settings "
+                "that are private, or run without a guarantee"
+            )
+
+
+def check_central(algorithm: Algorithm, stages: Sequence[Stage], release: Release) -> None:
+    """Raise ValueError where noise is added to the sum, and somebody looks at parts of it."""
+    if release.central and any(not stage.uploaded for stage in stages):
+        raise ValueError(
+            f"{algorithm.name}: its clients upload what they make of their noisy releases, but "
+            "with Poisson sampling under 'aggregate' the noise is added to the sum of uploads; "
+            "draw a fixed number of clients, or take view 'each_upload'"
+        )
+    if release.central and algorithm.reads_uploads():
+        raise ValueError(
+            f"{algorithm.name}: its server takes single uploads, which have no noise with "
+            "Poisson sampling under 'aggregate': it is added to their sum; draw a fixed number "
+            "of clients, or take view 'each_upload'"
         )
 
 

@@ -141,6 +141,7 @@ class Visit:
     draw: returns the next cohort of a stage that draws records anew; else the same one.
     seeds: returns int64 ``[k]``: of each client's own chance in this round (order of batches,
         dropout), and of nothing that protects anybody.
+    std: of the noise that ``noisy`` adds to every element, which is public.
     """
 
     stage: Stage
@@ -152,6 +153,7 @@ class Visit:
     noisy: Noisy
     draw: Callable[[], Cohort] = _nothing_to_draw
     seeds: Callable[[], Tensor] = _nothing_to_draw
+    std: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,15 @@ class Algorithm(ABC):
     def void(self, terms: Terms) -> str | None:
         """Return why there is no guarantee under ``terms`` in spite of the noise, if so."""
         return None
+
+    @property
+    def private(self) -> bool:
+        """Whether its queries bound what a unit moves. If not, no budget is taken, nor noise."""
+        return True
+
+    def check(self, problem: Problem) -> None:
+        """Raise ValueError for a problem that the algorithm cannot serve; before any round."""
+        return
 
     def reads_uploads(self) -> bool:
         """Return whether ``server`` takes single uploads, and not their mean alone."""

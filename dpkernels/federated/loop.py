@@ -21,7 +21,13 @@ import torch
 from torch import Tensor
 
 from dpkernels.federated import resuming
-from dpkernels.federated.checks import check_fits, check_last_cohort, check_state
+from dpkernels.federated.checks import (
+    check_budget,
+    check_central,
+    check_fits,
+    check_last_cohort,
+    check_state,
+)
 from dpkernels.federated.client_noise import ClientNoise
 from dpkernels.federated.contract import Algorithm, Seen, Stage, Tensors, Terms, Visit
 from dpkernels.federated.journal import Journal
@@ -103,6 +109,7 @@ class Federation:
         journal: str | os.PathLike[str] | None = None,
     ) -> None:
         check_fits(problem, terms, sampler)
+        check_budget(algorithm, epsilon, noise_multiplier)
         sampling = EveryRecord() if sampler is None else sampler.sampling
         cohort = terms.clients if sampler is None else sampler.expected_batch_size
         # Sums over records that take part by chance are divided by how many do on average.
@@ -119,18 +126,8 @@ class Federation:
         check_last_cohort(sampler, self.release.required)
         self.stages = algorithm.stages(terms)
         check_stages(self.stages)
-        if self.release.central and any(not stage.uploaded for stage in self.stages):
-            raise ValueError(
-                f"{algorithm.name}: its clients upload what they make of their noisy releases, but "
-                "with Poisson sampling under 'aggregate' the noise is added to the sum of uploads; "
-                "draw a fixed number of clients, or take view 'each_upload'"
-            )
-        if self.release.central and algorithm.reads_uploads():
-            raise ValueError(
-                f"{algorithm.name}: its server takes single uploads, which have no noise with "
-                "Poisson sampling under 'aggregate': it is added to their sum; draw a fixed number "
-                "of clients, or take view 'each_upload'"
-            )
+        algorithm.check(problem)
+        check_central(algorithm, self.stages, self.release)
         theta = problem.initial()
         kept = algorithm.client_start(terms, theta)
         check_state(algorithm.name, kept, self.release)
@@ -263,8 +260,8 @@ class Federation:
         if released:
             self._open(stage, ids, received, state, own)
         up = _bytes(received.uploads)
-        common = {name: value for name, value in sent.items() if name not in own}
-        down = len(ids) * sum(map(_bytes, common.values())) + sum(map(_bytes, own.values()))
+        common = [value for name, value in sent.items() if name not in own]
+        down = len(ids) * sum(map(_bytes, common)) + sum(map(_bytes, own.values()))
         self.bytes_up, self.bytes_down = self.bytes_up + up, self.bytes_down + down
         self.faults += received.faults
         self.seconds += time.perf_counter() - begun
@@ -321,6 +318,7 @@ class Federation:
                 noise,
                 draw,
                 lambda: seeds()[rows],
+                std,
             )
             found = self.algorithm.client(visit)
             noise.check_used(self.algorithm.name, found[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from dpkernels.engine import PrivateTraining, make_private
+from dpkernels.engine.sides import Preconditioner
 from dpkernels.federated.local import (
     Grams,
     Plan,
@@ -43,6 +45,7 @@ class ModelProblem(Problem):
     loss: of a batch, summed over its samples.
     physical_batch_size: how many records go through the model at a time.
     local: the way of local training (``local.plan.Way``); the fastest if None, see ``local_plan``.
+    public: inputs ``[M, ...]`` that the server holds and that are declared public, or None.
 
     Raises what ``make_private`` does, for both units: a layer that keeps statistics of what it saw
     would hand out records without noise. Raises ValueError if two clients share a row.
@@ -64,7 +67,10 @@ class ModelProblem(Problem):
         loss: Loss = _summed_cross_entropy,
         physical_batch_size: int = 512,
         local: Way | None = None,
+        public: Tensor | None = None,
     ) -> None:
+        self.public = public
+        self._preconditioner: Preconditioner | None = None
         self.model, self._x, self._y, self._parts = model, x, y, parts
         self._x_test, self._y_test = x_test, y_test
         self._loss, self._size = loss, physical_batch_size
@@ -81,6 +87,40 @@ class ModelProblem(Problem):
             )
         self._way, self._grams = local, Grams(x.flatten(1), parts)
         self._private(1.0).detach()
+
+    @property
+    def record_shape(self) -> tuple[int, ...]:
+        """The shape of one record."""
+        return tuple(self._x.shape[1:])
+
+    @property
+    def classifies(self) -> bool:
+        """Whether the loss is the summed cross-entropy of floating-point records."""
+        return self._entropy
+
+    def held(self, cohort: Cohort, row: int) -> tuple[Tensor, Tensor]:
+        """Return inputs ``[n, ...]`` of client ``row`` of ``cohort``, and which records they are.
+
+        The latter are rows of the table of all clients: a record keeps its own, whoever else is
+        there.
+        """
+        rows: Tensor = cohort.held[row]
+        return self._x[rows], rows
+
+    def model_at(self, theta: Tensor, dtype: torch.dtype | None = None) -> nn.Module:
+        """Return a copy of the model with the parameters ``theta``, ``[D]``, in ``dtype``."""
+        self.set(theta)
+        return copy.deepcopy(self.model).to(dtype or theta.dtype)
+
+    def preconditioned(self, preconditioner: Preconditioner) -> ModelProblem:
+        """Return the problem with gradients that are preconditioned, then clipped, then summed.
+
+        preconditioner: as ``make_private`` takes it; made of released parameters and public inputs
+            alone. A bound on the sum is the same with it. Clipped sums alone know of it.
+        """
+        own = copy.copy(self)
+        own._preconditioner = preconditioner
+        return own
 
     def initial(self) -> Tensor:
         """Return the model's parameters as they were given."""
@@ -108,7 +148,8 @@ class ModelProblem(Problem):
         by n^2 2^-24 of the bound, whatever ``most`` is.
         """
         chain = chain_of(self.model, tuple(self._x.shape[1:]))
-        if self._entropy and not isinstance(chain, str):
+        plain = self._preconditioner is None
+        if plain and self._entropy and not isinstance(chain, str):
             # As many numbers of the global generator as clients: the same if they come in turn.
             seeds = torch.randint(2**62, (len(cohort),)).tolist()
             return clipped_sums(
@@ -143,6 +184,7 @@ class ModelProblem(Problem):
                 max_grad_norm=bound,
                 expected_batch_size=1.0,
                 loss_reduction="sum",
+                preconditioner=self._preconditioner,
             )
 
     def _clipped(self, training: PrivateTraining, rows: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ from torch.func import hessian
 from torch.nn.functional import cross_entropy
 
 from dpkernels.federated import Centred, FedFC, FedGD, FedNew, FedSOFIM, Scaffold
-from dpkernels.federated.algorithms.fedfc import packed, unpacked
 from dpkernels.federated.algorithms.newton import Newton
 from dpkernels.federated.clipping import clip_rows
+from dpkernels.federated.triangles import packed, unpacked
 from python_tests.federated.cases import (
     ALGORITHMS,
     COUNTS,

@@ -6,6 +6,7 @@ from dpkernels.federated.algorithms.centaur import Centaur
 from dpkernels.federated.algorithms.centred import Centred
 from dpkernels.federated.algorithms.fedceo import FedCEO
 from dpkernels.federated.algorithms.fedfc import FedFC
+from dpkernels.federated.algorithms.fedfisher import FedFisher
 from dpkernels.federated.algorithms.fedgd import FedGD
 from dpkernels.federated.algorithms.fednew import FedNew
 from dpkernels.federated.algorithms.fedsofim import FedSOFIM
@@ -20,6 +21,7 @@ __all__ = [
     "Centred",
     "FedCEO",
     "FedFC",
+    "FedFisher",
     "FedGD",
     "FedNew",
     "FedSOFIM",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,6 +17,7 @@ from dpkernels.federated.algorithms.gradients import (
 from dpkernels.federated.clipping import clip_rows
 from dpkernels.federated.contract import Algorithm, Query, Seen, Stage, Tensors, Terms, Visit
 from dpkernels.federated.softmax import UNCLIPPED, SoftmaxProblem
+from dpkernels.federated.triangles import packed, packed_size, unpacked
 from dpkernels.ops.checks import check_finite
 
 
@@ -56,7 +56,7 @@ class FedFC(Algorithm):
         """Return one round of covariances, then T rounds of gradients."""
         features, bound = terms.shape[-1], self.feature_clip**2
         moved = summed(bound, terms) if terms.unit == "record" else bound
-        covariance = Query((features * (features + 1) // 2,), moved)
+        covariance = Query((packed_size(features),), moved)
         gradient = gradient_query(terms, self.clip)
         return (
             Stage("covariance", covariance, 1, share=self.covariance_share),
@@ -104,26 +104,3 @@ class FedFC(Algorithm):
             return {**server, "inverse": inverse.to(seen.mean.dtype)}
         step = seen.mean @ server["inverse"] if terms.unit == "record" else seen.mean
         return {**server, "theta": server["theta"].sub(step, alpha=self.lr)}
-
-
-def packed(matrices: Tensor) -> Tensor:
-    """Return symmetric ``[k, d, d]`` as ``[k, d (d + 1) / 2]`` of the same norm."""
-    size = matrices.shape[-1]
-    rows, columns = torch.triu_indices(size, size)
-    return matrices[:, rows, columns] * _weights(rows == columns, math.sqrt(2), matrices)
-
-
-def unpacked(vector: Tensor, size: int) -> Tensor:
-    """Return the symmetric ``[size, size]`` matrix that ``packed`` made ``vector`` of."""
-    rows, columns = torch.triu_indices(size, size)
-    values = vector * _weights(rows == columns, math.sqrt(0.5), vector)
-    matrix = vector.new_zeros(size, size)
-    matrix[rows, columns] = values
-    matrix[columns, rows] = values
-    return matrix
-
-
-def _weights(diagonal: Tensor, elsewhere: float, like: Tensor) -> Tensor:
-    """Return 1 on the diagonal and ``elsewhere`` off it, in the dtype of ``like``."""
-    weights: Tensor = like.new_full(diagonal.shape, elsewhere).masked_fill_(diagonal, 1.0)
-    return weights
