@@ -20,7 +20,7 @@ from dpkernels.whole_file import check_folder, write_text
 TABLES = ("1", *SHEETS, "theorem", "private")
 _FEWER_SEEDS = 3
 _DEFAULTS = Effort()
-_THEOREM = "dpkernels.repro.federated.fedfisher.theorem"
+_THEOREM = "dpkernels.repro.federated.fedfisher_theorem"
 
 
 def run(options: argparse.Namespace, name: str) -> list[Path]:
@@ -96,7 +96,8 @@ def _theorem(options: argparse.Namespace) -> list[Path]:
         theorem = import_module(_THEOREM)
     except ImportError as error:
         raise ValueError(f"table: theorem is not in this version ({error})") from error
-    files: list[Path] = theorem.run(options)
+    more = {} if options.seeds is None else {"seeds": options.seeds}
+    files: list[Path] = theorem.conduct(options.output, tell=_say, **more)
     return files
 
 

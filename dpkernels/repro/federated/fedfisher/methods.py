@@ -29,7 +29,7 @@ class Found:
     network: nn.Module
     iterations: int = 0
     chosen: int | str = 0
-    scores: Mapping[int | str, float] = field(default_factory=dict)
+    scores: Mapping[str, float] = field(default_factory=dict)
 
 
 class NotHere(Exception):
@@ -52,7 +52,8 @@ def _merge(uploads: Uploads, method: Method, choose: bool, **settings: Any) -> F
         **settings,
     )
     network = _loaded(uploads.model, merged.state)
-    return Found(network, merged.iterations, merged.chosen, {**merged.scores})
+    scores = {str(step): score for step, score in merged.scores.items()}
+    return Found(network, merged.iterations, merged.chosen, scores)
 
 
 def _fedavg(uploads: Uploads) -> Found:
@@ -90,7 +91,7 @@ def _ot_fusion(uploads: Uploads) -> Found:
         return ot_fusion(uploads.model, uploads.states, weights=uploads.sizes, cost=cost)
 
     states = {"weights": made("weights"), "directions": made("directions")}
-    scores: dict[int | str, float] = {cost: uploads.score(one) for cost, one in states.items()}
+    scores = {cost: uploads.score(one) for cost, one in states.items()}
     best = max(states, key=scores.__getitem__)
     return Found(_loaded(uploads.model, states[best]), 0, best, scores)
 
@@ -107,11 +108,11 @@ def _dense(uploads: Uploads, **settings: Any) -> Found:
     """DENSE, the best epoch on the validation records; settings: of ``DenseSettings``."""
     from dpkernels.federated.merging.dense import DenseSettings, dense
 
-    scores: dict[int | str, float] = {}
+    scores: list[float] = []
 
     def choose(state: State) -> float:
-        scores[len(scores)] = uploads.score(state)
-        return scores[len(scores) - 1]
+        scores.append(uploads.score(state))
+        return scores[-1]
 
     state = dense(
         [_loaded(uploads.model, state) for state in uploads.states],
@@ -123,8 +124,9 @@ def _dense(uploads: Uploads, **settings: Any) -> Found:
         choose=choose,
         seed=torch.initial_seed() % 2**31,
     )
-    best = max(scores, key=scores.__getitem__)
-    return Found(_loaded(uploads.model, state), len(scores), best, scores)
+    network = _loaded(uploads.model, state)
+    told = {str(epoch): score for epoch, score in enumerate(scores)}
+    return Found(network, len(scores), scores.index(max(scores)), told)
 
 
 METHODS: dict[str, Callable[..., Found]] = {

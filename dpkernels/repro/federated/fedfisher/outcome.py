@@ -122,7 +122,7 @@ def _merge(clients: Clients, merging: Merging, alone: float) -> tuple[Outcome, F
         uploads.fedavg_bytes,
         found.iterations,
         found.chosen,
-        {str(name): score for name, score in found.scores.items()},
+        found.scores,
         clients.seconds.get((merging.fisher or "", merging.expectation), 0.0),
         seconds,
         {**provenance.commit(), "cpu": provenance.cpu_model()},

@@ -15,7 +15,15 @@ from torch.func import functional_call
 from dpkernels.fisher import Fisher, fisher_information
 from dpkernels.repro.federated.fedfisher import training
 from dpkernels.repro.federated.fedfisher.forms import sent
-from dpkernels.repro.federated.fedfisher.scene import Merging, Parted, Pixels, Scene, digest_of, parted, pixels_of
+from dpkernels.repro.federated.fedfisher.scene import (
+    Merging,
+    Parted,
+    Pixels,
+    Scene,
+    digest_of,
+    parted,
+    pixels_of,
+)
 from dpkernels.repro.federated.fedfisher.training import State, Trained
 
 BATCH = 500
