@@ -44,7 +44,7 @@ struct Buffers {
   std::vector<ImageBuffers<T>> images;
   std::vector<FlatBuffers<T>> flats;
   T *z, *d, *frame_back;  // of one record in any image layer
-  int32_t *begin, *output, *output_begin, *output_next, *output_at;
+  int32_t *begin, *output, *entry_at, *output_end, *output_at;
   T *value, *output_value;
   Parts parts;
 
@@ -84,8 +84,8 @@ struct Buffers {
     begin = parts.take<int32_t>(lists + 1);
     output = parts.take<int32_t>(d_size + kSlack);
     value = parts.take<T>(d_size + kSlack);
-    output_begin = parts.take<int32_t>(outputs + 1);
-    output_next = parts.take<int32_t>(outputs);
+    entry_at = parts.take<int32_t>(d_size + kSlack);
+    output_end = parts.take<int32_t>(outputs);
     output_at = parts.take<int32_t>(d_size);
     output_value = parts.take<T>(d_size);
   }

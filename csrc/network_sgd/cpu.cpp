@@ -20,12 +20,13 @@ namespace {
 template <class T>
 struct Kernels {
   Isa isa = active_isa();
-  int64_t lanes = DPK_FOR_ISA(isa, lanes_of<T>)();
   decltype(&portable::conv_forward<T>) conv_forward = DPK_FOR_ISA(isa, conv_forward<T>);
   decltype(&portable::add_patches_back<T>) patches_back = DPK_FOR_ISA(isa, add_patches_back<T>);
   decltype(&portable::add_weights_back<T>) weights_back = DPK_FOR_ISA(isa, add_weights_back<T>);
   decltype(&portable::max_pool<T>) max_pool = DPK_FOR_ISA(isa, max_pool<T>);
   decltype(&portable::by_output<T>) by_output = DPK_FOR_ISA(isa, by_output<T>);
+  decltype(&portable::list_by_output<T>) list_by_output = DPK_FOR_ISA(isa, list_by_output<T>);
+  decltype(&portable::lanes_for<T>) lanes_for = DPK_FOR_ISA(isa, lanes_for<T>);
   decltype(&portable::panel_columns<T>) panel_columns = DPK_FOR_ISA(isa, panel_columns<T>);
   decltype(&portable::add_bias<T>) add_bias = DPK_FOR_ISA(isa, add_bias<T>);
   decltype(&portable::relu_back<T>) relu_back = DPK_FOR_ISA(isa, relu_back<T>);
@@ -55,7 +56,8 @@ struct Shared {
     while (flat > 0 && network.layers[flat - 1].is_flat()) --flat;
     for (int64_t l = 0; l < flat; ++l) {
       const NetLayer& layer = network.layers[l];
-      images.emplace_back(layer, kernels.lanes, kernels.panel_columns(layer.outputs));
+      images.emplace_back(layer, kernels.lanes_for(layer.kernel.size[1] * layer.channels),
+                          kernels.panel_columns(layer.outputs));
     }
     trained = 0;
     while (network.layers[trained].kind == LayerKind::pass) ++trained;
@@ -133,7 +135,7 @@ class Training {
     if (layer(l).kind != LayerKind::convolution) return;
     const ImageLayer& image = s_.images[l];
     const ImageBuffers<T>& own = buffers_.images[l];
-    const int64_t each = image.pieces * k_.lanes;
+    const int64_t each = image.pieces * image.lanes;
     const T* const from = weight(l);
     each_weight(l, [&](int64_t at, int64_t i, int64_t o) {
       own.weights[image.slots[i] + o * each] = from[at];
@@ -152,7 +154,7 @@ class Training {
   void pack(int64_t l) {
     if (layer(l).kind != LayerKind::convolution) return;
     const ImageLayer& image = s_.images[l];
-    const int64_t each = image.pieces * k_.lanes;
+    const int64_t each = image.pieces * image.lanes;
     const ImageBuffers<T>& own = buffers_.images[l];
     T* const to = weight(l);
     each_weight(l, [&](int64_t at, int64_t i, int64_t o) {
@@ -169,7 +171,7 @@ class Training {
   void fill_panels(int64_t l) {
     const ImageLayer& image = s_.images[l];
     const ImageBuffers<T>& own = buffers_.images[l];
-    const int64_t each = image.pieces * k_.lanes, columns = image.columns;
+    const int64_t each = image.pieces * image.lanes, columns = image.columns;
     const int64_t length = static_cast<int64_t>(image.slots.size());
     for (int64_t o = 0; o < layer(l).outputs; ++o) {
       T* const to = own.panels + o / columns * columns * length + o % columns;
@@ -349,10 +351,16 @@ class Training {
     }
     drop(client, l, begin + r, 1, d);
     activation_back(l, mine.outputs + r * features, features, d);
-    const CameBack<T> back = listed(l, r);
     const T* const frame = mine.frames + r * image.frame;
-    const bool further = l > s_.trained;
-    if (further) std::fill_n(buffers_.frame_back, image.frame, T(0));
+    if (l == s_.trained) {
+      const ByOutput<T> all = k_.list_by_output(
+          d, mine.which + r * features, own.pooled(), own.window(), own.outputs,
+          image.list_at.data(), buffers_.output_end, buffers_.output_at, buffers_.output_value);
+      add_gradient(l, d, all, frame);
+      return;
+    }
+    const CameBack<T> back = listed(l, r);
+    std::fill_n(buffers_.frame_back, image.frame, T(0));
     if (own.kind == LayerKind::pass) {
       for (int64_t q = 0; q < back.lists; ++q) {
         for (int32_t e = back.begin[q]; e < back.begin[q + 1]; ++e) {
@@ -361,16 +369,27 @@ class Training {
       }
       return;
     }
-    if (bias(l) != nullptr) k_.add_rows(d, own.pooled(), own.outputs, mine.bias_sums);
-    const ByOutput<T> sorted =
-        k_.by_output(back, own.outputs, buffers_.output_begin, buffers_.output_next,
-                     buffers_.output_at, buffers_.output_value);
-    const int64_t each = image.pieces * k_.lanes * own.outputs;
+    add_gradient(l, d,
+                 k_.by_output(back, own.outputs, own.pooled(), buffers_.output_end,
+                              buffers_.output_at, buffers_.output_value),
+                 frame);
+    const int64_t each = image.pieces * image.lanes * own.outputs;
     for (int64_t chunk = 0; chunk < image.chunks; ++chunk) {
-      const int32_t* const pieces = image.piece_at.data() + chunk * image.pieces;
-      k_.patches_back(image.pieces, sorted, frame, pieces, mine.sums + chunk * each);
-      if (!further) continue;
-      k_.weights_back(image.pieces, back, mine.weights + chunk * each, pieces, buffers_.frame_back);
+      k_.weights_back(image.lanes, image.pieces, back, mine.weights + chunk * each,
+                      image.piece_at.data() + chunk * image.pieces, buffers_.frame_back);
+    }
+  }
+
+  // Adds a record's gradient to the sums of convolution l; d: what came back, [pooled, outputs].
+  void add_gradient(int64_t l, const T* d, const ByOutput<T>& back, const T* frame) {
+    const ImageLayer& image = s_.images[l];
+    const NetLayer& own = image.layer;
+    const ImageBuffers<T>& mine = buffers_.images[l];
+    if (bias(l) != nullptr) k_.add_rows(d, own.pooled(), own.outputs, mine.bias_sums);
+    const int64_t each = image.pieces * image.lanes * own.outputs;
+    for (int64_t chunk = 0; chunk < image.chunks; ++chunk) {
+      k_.patches_back(image.lanes, image.pieces, back, frame,
+                      image.piece_at.data() + chunk * image.pieces, mine.sums + chunk * each);
     }
   }
 
@@ -391,9 +410,11 @@ class Training {
     const ImageLayer& image = s_.images[l];
     const NetLayer& own = image.layer;
     const int64_t window = own.window();
+    const int32_t* const at = image.list_at.data();
     k_.list_by_place(buffers_.d, buffers_.images[l].which + r * own.features(), own.pooled(),
-                     window, own.outputs, buffers_.begin, buffers_.output, buffers_.value);
-    return {own.pooled() * window, image.list_at.data(), buffers_.begin, buffers_.output,
+                     window, own.outputs, at, buffers_.begin, buffers_.output, buffers_.entry_at,
+                     buffers_.value);
+    return {own.pooled() * window, at, buffers_.begin, buffers_.output, buffers_.entry_at,
             buffers_.value};
   }
 
@@ -413,7 +434,7 @@ class Training {
     if (layer(l).kind != LayerKind::convolution) return;
     const ImageLayer& image = s_.images[l];
     const ImageBuffers<T>& own = buffers_.images[l];
-    const int64_t each = image.pieces * k_.lanes;
+    const int64_t each = image.pieces * image.lanes;
     for (int64_t o = 0; o < layer(l).outputs; ++o) {
       T* const weights = own.weights + o * each;
       const T* const sums = own.sums + o * each;

@@ -15,19 +15,19 @@ struct PatchRuns {
 };
 
 // Numbers that came back to outputs of a convolution and are not zero: list q, of position at[q] in
-// the frame, has entries [begin[q], begin[q + 1]).
+// the frame, has entries [begin[q], begin[q + 1]); entry_at: the position of each entry.
 template <class T>
 struct CameBack {
   int64_t lists;
-  const int32_t *at, *begin, *output;
+  const int32_t *at, *begin, *output, *entry_at;
   const T* value;
 };
 
-// The same by output: those of output o are [begin[o], begin[o + 1]) of at and value.
+// The same by output: those of output o are [o most, end[o]) of at and value.
 template <class T>
 struct ByOutput {
-  int64_t outputs;
-  const int32_t *at, *begin;
+  int64_t outputs, most;
+  const int32_t *at, *end;
   const T* value;
 };
 
@@ -46,7 +46,7 @@ struct ImageLayer {
   NetLayer layer;
   int64_t frame;  // how many numbers
   PatchRuns patch;
-  int64_t chunks, pieces;         // a patch is chunks x pieces vectors
+  int64_t lanes, chunks, pieces;  // a patch is chunks x pieces vectors
   int64_t packed;                 // numbers of the weights as the backward pass takes them
   int64_t columns, panels;        // and as the forward pass does, in panels of so many outputs
   std::vector<int32_t> at;        // where the patch of each position begins
@@ -57,12 +57,12 @@ struct ImageLayer {
   std::vector<uint8_t> names;    // which place in the window each is
   std::vector<int32_t> list_at;  // [pooled, window]: the patch of each place
 
-  // columns: of a panel.
+  // lanes: of the vectors that a run of the patch is taken in. columns: of a panel.
   ImageLayer(const NetLayer& layer, int64_t lanes, int64_t columns);
 };
 
-inline ImageLayer::ImageLayer(const NetLayer& given, int64_t lanes, int64_t columns)
-    : layer(given), columns(columns) {
+inline ImageLayer::ImageLayer(const NetLayer& given, int64_t lanes_of_runs, int64_t panel_columns)
+    : layer(given), lanes(lanes_of_runs), columns(panel_columns) {
   const Window& kernel = layer.kernel;
   const int64_t width = layer.width + 2 * kernel.padding[1], channels = layer.channels;
   frame = (layer.height + 2 * kernel.padding[0]) * width * channels;

@@ -309,6 +309,9 @@ def test_the_plan_names_its_way_and_why():
     by_span = plan(mlp(784, 26), (1, 28, 28))
     assert (by_span.way, by_span.spanned) == ("stacked", True)
     assert "coefficients of at most 500 records" in str(by_span)
+    heavy = plan(mlp(784, 26), (784,), local=replace(local, momentum=0.9))
+    assert heavy.spanned and "compiled epochs have no momentum" in heavy.reason
+    assert "momentum" not in by_span.reason
     once = plan(mlp(784, 26), (784,), local=LocalSGD(1, 64))
     assert (once.way, once.spanned) == ("stacked", False) and "by its weights" in once.reason
     many = plan(mlp(784, 26), (784,), [6000] * 10)

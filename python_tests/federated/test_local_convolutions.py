@@ -190,6 +190,20 @@ def test_every_client_takes_the_steps_of_plain_sgd(name, epochs, momentum, own):
     assert torch.equal(found[1], torch.zeros_like(found[1]))
 
 
+def test_the_papers_lenet_takes_the_steps_of_torchs_sgd():
+    torch.manual_seed(0)
+    model, counts = lenet(10).double(), (70, 0, 3)
+    x, y = torch.randn(73, 1, 28, 28).double(), torch.randint(10, (73,))
+    parts = list(torch.arange(73).split(counts))
+    problem = ModelProblem(model, x, y, parts, x, y, local="chained")
+    local, seeds = LocalSGD(3, 32, 0.01, 0.9), torch.arange(3)
+    found = updates(problem, local, seeds, clients=torch.arange(3))
+    for i, rows in enumerate(parts):
+        own = copy.deepcopy(problem.model)
+        wanted = plain_sgd(problem, own, rows, problem.initial(), local, i)
+        torch.testing.assert_close(found[i], wanted, **TIGHT)
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("name", EXACT)
 def test_in_float32_the_median_client_is_that_of_the_loop(name, momentum):

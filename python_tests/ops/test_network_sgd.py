@@ -79,7 +79,7 @@ def results(given, which=None):
 
 
 @compiled
-@pytest.mark.parametrize(("channels", "outputs"), [(1, 1), (3, 5), (16, 33), (6, 64)])
+@pytest.mark.parametrize(("channels", "outputs"), [(1, 6), (3, 1), (6, 16), (16, 33), (6, 64)])
 @pytest.mark.parametrize("activation", ["relu", "tanh", "none"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])

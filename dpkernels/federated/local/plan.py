@@ -140,9 +140,12 @@ def _spanned(chain: Chain, local: LocalSGD, counts: list[int], kept: bool) -> tu
     ratio = direct / span
     if ratio <= _SPAN_OVERHEAD:
         return False, f"first layer by its weights: coefficients would save {ratio:.2f}x flops"
+    uncompiled = (
+        "; compiled epochs have no momentum: PyTorch's operations" if local.momentum else ""
+    )
     return True, (
         f"first layer by coefficients of at most {most} records: {ratio:.1f}x fewer flops in "
-        f"{epochs} epochs than by {first.inputs} features"
+        f"{epochs} epochs than by {first.inputs} features{uncompiled}"
     )
 
 
