@@ -5,7 +5,7 @@ Means over batches are kept in float64: what they round does not grow with the n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from dpkernels.engine.layers.conv import ConvLayer, pairs
 from dpkernels.engine.layers.layer import Layer
 from dpkernels.engine.layers.linear import AffineLayer, LinearLayer
 from dpkernels.engine.layers.scaled import gradients_of
-from dpkernels.fisher.conv_factor import conv_factor
+from dpkernels.fisher.conv_moments import channel_moment, patch_moment
 from dpkernels.fisher.conv_squares import conv_square_sums
 from dpkernels.fisher.information import Diagonal, Kronecker
 from dpkernels.ops import kron
@@ -67,18 +67,19 @@ class FactorSums:
     def update(self, captured: Captured, again: bool) -> None:
         """Add one pass: B T (n^2 + m^2) flops for sides of n and m, half of them if ``again``."""
         layer = self._layer
+        moment: Callable[[Tensor], Tensor]
         if isinstance(layer, ConvLayer):
-            axis = 1
-            uses = [(d, partial(conv_factor, x, **layer.geometry())) for x, d in pairs(captured)]
+            axis, moment = 1, channel_moment
+            uses = [(d, partial(patch_moment, x, **layer.geometry())) for x, d in pairs(captured)]
         else:
-            axis = -1
+            axis, moment = -1, kron.second_moment
             x, d = captured if len(captured) == 2 else layer.merged([captured])
             uses = [(d, partial(kron.second_moment, x))]
         for errors, activations in uses:
             if errors.numel() == 0:
                 continue
             positions = errors.numel() // errors.shape[axis]
-            self._g.update(kron.second_moment(errors, channel_dim=axis).double(), positions)
+            self._g.update(moment(errors).double(), positions)
             if not again:
                 self._positions += positions
                 if layer.trains("weight"):

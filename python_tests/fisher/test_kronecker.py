@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dpkernels.fisher import Diagonal, Kronecker, fisher_information
+from dpkernels.fisher import Diagonal, Kronecker, conv_moments, fisher_information
 from dpkernels.fisher.errors import sign_errors
 from dpkernels.fisher.estimate import information
+from dpkernels.ops import kron
 from python_tests.fisher import models
 from python_tests.fisher.oracle import assert_same, ggn, squares_by_class
 
@@ -119,8 +120,10 @@ def of_outputs(model, x, layer):
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-def test_factors_of_a_convolution_are_those_of_its_patches(geometry, bias):
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_factors_of_a_convolution_are_those_of_its_patches(geometry, bias, by_rows, monkeypatch):
     """A: sum over positions, mean over records; G: mean over both."""
+    monkeypatch.setattr(conv_moments, "_pays", lambda *_: by_rows)
     model, x = models.images(bias, **geometry)
     fisher = kronecker(model, x)
     for index in (0, 2):
@@ -135,6 +138,38 @@ def test_factors_of_a_convolution_are_those_of_its_patches(geometry, bias):
         assert_same(one.a, patches.flatten(0, 1).T @ patches.flatten(0, 1) / len(x))
         assert_same(one.g, sum(d.T @ d for d in rows) / len(rows[0]))
         assert torch.equal(one.a, one.a.T) and torch.equal(one.g, one.g.T)
+
+
+def test_rows_are_multiplied_where_that_takes_fewer_products(monkeypatch):
+    """The papers' networks, and one whose product of rows would be too large."""
+    formed = []
+    by_rows = conv_moments._by_rows
+    monkeypatch.setattr(conv_moments, "_by_rows", lambda *a: formed.append(1) or by_rows(*a))
+    geometry = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+    for shape, size, expected in (
+        ((2, 6, 12, 12), (5, 5), 1),
+        ((2, 3, 32, 32), (5, 5), 1),
+        ((2, 4, 32, 32), (3, 3), 0),
+        ((1, 150, 14, 14), (5, 5), 0),
+    ):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        found = conv_moments.patch_moment(x, bias=True, kernel_size=size, **geometry)
+        wanted = kron.conv_second_moment(x.double(), size, bias=True)
+        plain = functional.unfold(x, size).mT.flatten(0, 1)
+        plain = functional.pad(plain, (0, 1), value=1.0)
+        allowed = (plain.T @ plain / len(plain) - wanted).abs().max()
+        assert (found - wanted).abs().max() <= 2 * allowed + 2.0**-23 * wanted.abs().max()
+        assert len(formed) == expected
+        formed.clear()
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("shape", [(3, 4, 5), (3, 4, 5, 2), (3, 1, 2, 2)])
+def test_channels_are_multiplied_wherever_they_are(shape, last):
+    d = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    if last:
+        d = d.movedim(1, -1).contiguous().movedim(-1, 1)
+    assert_same(conv_moments.channel_moment(d), kron.second_moment(d, channel_dim=1))
 
 
 @pytest.mark.parametrize("name", ["positions", "twice"])
