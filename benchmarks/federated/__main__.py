@@ -2,11 +2,11 @@
 
 Parts: ``round`` (against per-client loops and batched PyTorch), ``profile`` (where our time goes),
 ``growth``, ``memory``, ``local`` (local training of neural networks against a per-client loop),
-``fold`` (FedCEO's server step beside that), ``peers`` (pfl-research, Flower) and ``peers_cifar``
-(the same two on pfl-research's CIFAR-10 shape). ``peers --prepare`` makes the peers' environments
-in ``build/peers`` and measures nothing. A part writes ``federated_<part>.json``, and a table or a
-picture of it, to ``benchmarks/results``; ``all --resume`` leaves out parts that were measured at
-this commit.
+``fold`` (FedCEO's server step beside that), ``merging`` (FedFisher's server step against Adam in
+PyTorch), ``peers`` (pfl-research, Flower) and ``peers_cifar`` (the same two on pfl-research's
+CIFAR-10 shape). ``peers --prepare`` makes the peers' environments in ``build/peers`` and measures
+nothing. A part writes ``federated_<part>.json``, and a table or a picture of it, to
+``benchmarks/results``; ``all --resume`` leaves out parts that were measured at this commit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from typing import Any
 import torch
 
 from benchmarks import provenance
-from benchmarks.federated import breakdown, compare, folded, growth, local, memory, ours
+from benchmarks.federated import (
+    breakdown,
+    compare,
+    folded,
+    growth,
+    local,
+    memory,
+    merging,
+    ours,
+)
 from benchmarks.federated.peers import measure as peers
 from benchmarks.federated.peers.environments import prepare
 from benchmarks.federated.workload import Size
@@ -81,6 +90,10 @@ def _fold(options: argparse.Namespace) -> Found:
     return folded.run(options.seconds)
 
 
+def _merging(options: argparse.Namespace) -> Found:
+    return merging.run()
+
+
 def _peers(options: argparse.Namespace) -> Found:
     budget = Budget(options.seconds)
     rounds = peers.rounds_of_all(_SIZE, options.threads, options.peer_rounds, budget)
@@ -100,6 +113,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Found]] = {
     "memory": _memory,
     "local": _local,
     "fold": _fold,
+    "merging": _merging,
     "peers": _peers,
     "peers_cifar": _peers_cifar,
 }
@@ -109,6 +123,7 @@ _TABLES: dict[str, Callable[[Found], str]] = {
     "memory": memory.table,
     "local": local.table,
     "fold": folded.table,
+    "merging": merging.table,
     "peers": peers.table,
     "peers_cifar": peers.table,
 }
@@ -117,6 +132,7 @@ _WHAT = {
     "memory": "512 x 10, 256 records",
     "local": "Local SGD",
     "fold": "FedCEO's server step, float32",
+    "merging": "FedFisher's server step, 5 clients, float32; in brackets what is left of f",
     "peers_cifar": "50 clients x 50 images of 3 x 32 x 32, batches of 10, one local epoch, CNN of "
     "1,626,442 parameters",
 }
