@@ -32,12 +32,13 @@ DIGEST_BYTES = 8
 # paper's 16: 12 are enough, and 4 more would cost the factors a fifth of their bits.
 _WEIGHT_BITS = 12
 # Bits of a factor's entries while the rank is not full. At 11, 7 and 4 bits of F for each weight, 7
-# to 9 bits with the rank that fits are best or equal; 4 lose up to ten times as much.
+# to 9 bits with the rank that fits err alike (below 1e-4, 5e-4, 3e-3); 4 bits err 3 to 20 times as
+# much.
 _FACTOR_BITS = 8
 _MOST_FACTOR_BITS = 16
-# Bits of a weight and its diagonal F together, where there are factors beside them; half each: with
-# 32, the minimiser moves by 1e-4 of its distance from the mean with 16 + 16, 3e-4 with 18 + 14 or
-# 14 + 18. The paper's 16 + 16 moves it by 7e-2.
+# Bits of a weight and its diagonal F together, where there are factors beside them; half each: on
+# LeNet the minimiser moves by 1e-4 of its distance from the mean with 16 + 16, by 3e-4 with 14 of W
+# and 18 of F, or 18 and 14; by 2e-4 with the 15 + 16 that fit, by 7e-2 with the paper's 16 + 16.
 _PAIR_BITS = 24
 _FEWEST_PAIR_BITS = 12
 _MOST_PAIR_BITS = 48
@@ -162,17 +163,18 @@ def _steps(layout: Layout) -> Sequence[Settings]:
     ]
 
 
-def paper_settings(layout: Layout, budget: int) -> Settings:
-    """Return the paper's settings: weights and diagonals at s_q = 2, factors at s_q = 4 and l_v.
+def paper_settings(layout: Layout, budget: int, s_q: int = _PAPER_FACTORS) -> Settings:
+    """Return the paper's settings: weights and diagonals at s_q = 2, factors at ``s_q`` and l_v.
 
     l_v is the largest with (32/s_q) sum_l (2 m_{l-1} l_v + 2 m_l l_v + 2 l_v) <= 8 budget - 16 d,
     which is 16 d at FedAvg's budget: 50 for its LeNet, 243 for its CNN. The formula counts ranks
     above a factor's size, which cost nothing, and neither scales nor a header. So factors come out
     below the budget, and diagonals above it, by 8 bytes a layer and the header.
 
-    Raises ValueError if the formula has no l_v >= 1, or diagonals do not fit by it.
+    Raises ValueError if the formula has no l_v >= 1, or diagonals do not fit by it, or for an
+    ``s_q`` that is not 1 to 16.
     """
-    bits, factor_bits = paper_bits(_PAPER_WEIGHTS), paper_bits(_PAPER_FACTORS)
+    bits, factor_bits = paper_bits(_PAPER_WEIGHTS), paper_bits(s_q)
     left = 8 * budget - bits * layout.size
     each = 0
     for layer in layout.layers:

@@ -64,6 +64,7 @@ def compress(
     *,
     budget: int | None = None,
     form: Form = "symmetric",
+    s_q: int | None = None,
     layout: Layout | None = None,
 ) -> Upload:
     """Return weights and Fisher as bytes.
@@ -74,7 +75,8 @@ def compress(
         value of the state.
     form: ``symmetric``: as many bits as fit, ``budget.solve``. ``paper``: as FedFisher's Appendix
         C, whose formula counts no scales: diagonals exceed the budget by 8 bytes a layer and the
-        header, and the factors that come back are not positive semidefinite.
+        header, and nothing keeps the factors that come back positive semidefinite.
+    s_q: the paper's, of its singular vectors; 4 if None, as it chose from 2, 4 and 6 (Table 5).
     layout: what the server has already, ``Layout.of(state, fisher)`` of its own; the payload then
         has no names and shapes, and ``decompress`` needs it. None: they are in it.
 
@@ -85,6 +87,8 @@ def compress(
     if form not in FORMS:
         raise ValueError(f"compress: form must be one of {', '.join(FORMS)}, got {form!r}")
     found = Layout.of(state, fisher)
+    if s_q is not None and form != "paper":
+        raise ValueError(f"compress: s_q is of form 'paper', got {s_q} with {form!r}")
     if layout is not None and layout.encode() != found.encode():
         raise ValueError("compress: layout must be of this state and Fisher, got another")
     _check_state(state)
@@ -95,7 +99,7 @@ def compress(
     if form == "symmetric":
         settings = solve(found, budget, shared=shared)
     else:
-        settings = paper_settings(found, budget)
+        settings = paper_settings(found, budget, 4 if s_q is None else s_q)
     state_parts, fisher_parts = parts(found, settings)
     pieces = [_header(settings, fisher.records, shared)]
     pieces.append(found.digest() if shared else found.encode())

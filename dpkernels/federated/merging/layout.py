@@ -81,6 +81,8 @@ class Layout:
                 raise ValueError(f"layout: {layer.name} has {layer.weight} as weight and bias")
             if layer.kind == "kronecker":
                 self.factors(layer)
+            elif layer.weight is None or layer.bias is not None:
+                raise ValueError(f"layout: {layer.name} must have one parameter for its diagonal")
 
     @classmethod
     def of(cls, state: Mapping[str, Tensor], fisher: Fisher) -> Layout:

@@ -108,10 +108,10 @@ class Reader:
 
     def floats(self, count: int) -> Tensor:
         """Return the next float32 values, ``[count]`` float64. Raises ValueError if not finite."""
-        values = np.frombuffer(self.take(4 * count), "<f4").astype(np.float64)
+        values = np.frombuffer(self.take(4 * count), "<f4")
         if not np.isfinite(values).all():
             raise ValueError("payload: scales must be finite, got NaN or infinity")
-        return torch.from_numpy(values)
+        return torch.from_numpy(values.astype(np.float64))
 
     def text(self) -> str:
         """Return a string of at most 65,535 bytes. Raises ValueError if it is not UTF-8."""
