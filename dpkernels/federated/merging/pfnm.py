@@ -10,7 +10,7 @@ makes each layer a few units wider, and such a unit is shrunk by half.
 
 Differences from the code that they ran: all clients are gone through until nothing changes (there,
 five times in random orders); the prior mean of a bias is 0 (there 0.1, and networks without biases
-were given some); popularity counts twice its logarithm, as printed (there once, and capped at 10);
+were given some); popularity counts as the posterior has it (there half of that, and capped at 10);
 a layer's width has no bound unless ``most`` is given (there 700).
 """
 
@@ -56,8 +56,8 @@ def pfnm(
     sweeps: how often a layer's clients are matched anew, at most.
 
     A unit's vector is its incoming weights and bias, in the global units of the layer before: a
-    global unit that the client lacks is a weight of 0. ``match_units`` has the cost of assignments
-    (eq. 8), ``global_units`` the average of what matches (eq. 5).
+    global unit that the client lacks is a weight of 0. ``match_units`` has the cost of
+    assignments, ``global_units`` the average of what matches.
 
     Cost: for each layer and client, in each sweep, L_j L D for L_j units and L global units of D
     weights and an assignment, about L^3 in the worst case.

@@ -64,7 +64,7 @@ def match_units(
 def global_units(units: Sequence[Tensor], assignments: Sequence[Tensor], prior: Prior) -> Tensor:
     """Return theta ``[L, D]``: ``sum v / sigma / (1 / sigma0 + m / sigma)`` over the m that match.
 
-    It is the posterior's maximum given the assignments (eq. 5 of the paper): a unit of one client
+    It is the posterior's maximum given the assignments (Proposition 1): a unit of one client
     alone is shrunk by sigma0 / (sigma0 + sigma), by half at the defaults.
     """
     sums, counts = _sums(units, assignments, prior)
@@ -74,7 +74,7 @@ def global_units(units: Sequence[Tensor], assignments: Sequence[Tensor], prior: 
 def _rematched(
     j: int, found: dict[int, Tensor], units: Sequence[Tensor], prior: Prior, most: int | None
 ) -> dict[int, Tensor]:
-    """Return the assignments with client j's the most probable given the others' (eq. 8).
+    """Return the assignments with client j's the most probable given the others'.
 
     Twice the gain in log posterior, less what is the same for all answers. For global unit i,
     which m others have, of mean theta_i and precision P_i = 1 / sigma0 + m / sigma:
