@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dpkernels.federated.contract import Terms
 from dpkernels.federated.data import (
@@ -66,7 +66,10 @@ def build(options: Options, journal: Path | None = None) -> Built:
     options = replace(options, records_per_client=options.records_per_client or total)
     options = replace(options, delta=_delta(options))
     partition = data.partition(options.partition, options.clients, options.partition_seed)
-    problem = _problem(options, data, partition)
+    public = None
+    if options.public_inputs is not None:
+        data, public = _with_public_inputs(data, options.public_inputs)
+    problem = _problem(options, data, partition, public)
     terms = Terms(
         clients=options.clients,
         records=options.records_per_client or total,
@@ -124,6 +127,17 @@ def data_of(options: Options) -> FederatedData:
     return data
 
 
+def _with_public_inputs(data: FederatedData, count: int) -> tuple[FederatedData, Tensor]:
+    """Return the data with ``count`` records less in its test part, and the inputs of these."""
+    if count >= len(data.y_test):
+        raise ValueError(
+            f"public_inputs must be 1 to {len(data.y_test) - 1}, fewer than the "
+            f"{len(data.y_test)} test records, got {count}"
+        )
+    own = replace(data, x_test=data.x_test[count:], y_test=data.y_test[count:])
+    return own, data.x_test[:count].unflatten(1, data.shape)
+
+
 def _delta(options: Options) -> float:
     """Return delta, less than 1 / the public number of units."""
     records = options.records_per_client or 1.0
@@ -138,7 +152,9 @@ def _delta(options: Options) -> float:
     return options.delta
 
 
-def _problem(options: Options, data: FederatedData, partition: Partition) -> Problem:
+def _problem(
+    options: Options, data: FederatedData, partition: Partition, public: Tensor | None
+) -> Problem:
     if options.model == "logistic":
         x, x_test = data.x, data.x_test
         if options.bias and not options.centre:
@@ -146,13 +162,20 @@ def _problem(options: Options, data: FederatedData, partition: Partition) -> Pro
                 nn.functional.pad(part, (0, 1), value=options.bias) for part in (x, x_test)
             )
         return SoftmaxProblem(partition.of(x, data.y), x_test, data.y_test, classes=data.classes)
-    return network_problem(options.model, data, partition, options.seed)
+    return network_problem(options.model, data, partition, options.seed, public)
 
 
 def network_problem(
-    model: str, data: FederatedData, partition: Partition, seed: int | None
+    model: str,
+    data: FederatedData,
+    partition: Partition,
+    seed: int | None,
+    public: Tensor | None = None,
 ) -> ModelProblem:
-    """Return the network ``model`` over the clients of ``partition``; seed: of its parameters."""
+    """Return the network ``model`` over the clients of ``partition``; seed: of its parameters.
+
+    public: of ``ModelProblem``.
+    """
     if seed is None:
         torch.seed()
     else:
@@ -162,4 +185,4 @@ def network_problem(
         x, x_test = x.long(), x_test.long()
     parts = [partition.indices(client) for client in range(partition.clients)]
     network = build_network(model, data)
-    return ModelProblem(network, x, data.y, parts, x_test, data.y_test)
+    return ModelProblem(network, x, data.y, parts, x_test, data.y_test, public=public)

@@ -14,7 +14,8 @@ clients' private state. Epsilon does not cover statistics that --public declares
 records held out by --validation, or the choice of settings. The papers' steps that have no
 guarantee (--rescale xi; --dual uploaded, --control uploaded, --restart own or slot, and several
 --local-steps at record level, under --view aggregate) run only where they are named, and report no
-epsilon. Models of ppsgd and centaur are for their clients alone; what is written is common."""
+epsilon. So does the published fedfisher, --training sgd --epsilon none, which has no noise at all.
+Models of ppsgd and centaur are for their clients alone; what is written is common."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,12 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--clients", type=int, help="how many there are (digits, synthetic 100; others 500)")
     add("--partition", help="iid (default), dirichlet:0.1, classes:2, shards:2, natural")
     add("--partition-seed", type=int, help="of the partition; whose records are whose (0)")
-    add("--rounds", type=int, help="of training (70)")
+    add("--rounds", type=int, help="of training (70; fedfisher 1)")
     add = parser.add_argument_group("privacy").add_argument
     add("--epsilon", type=_epsilon, help="the budget (default 1), or none for no noise")
     add("--delta", type=float, help="less than 1 / number of units (1e-5 or less)")
     add("--level", help="whom epsilon protects: record, or user: a whole client; by algorithm")
-    add("--view", help="what the server sees: aggregate (default), or each_upload")
+    add("--view", help="what the server sees: aggregate, or each_upload; by algorithm")
     add("--adjacency", help="add-remove or replace-one; by default what level and view allow")
     add("--accountant", help="pld (default), gaussian or rdp")
     add("--sampling", help="clients of a round: all (default), poisson:0.1, fixed:10, shuffled:10")
@@ -86,8 +87,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fold-last", type=int, help="fold the last so many modules only")
     add("--personal-lr", type=float, help="learning rate of the part that clients keep")
     add("--head-steps", type=int, help="of centaur's head in a round")
+    add("--fisher", help="of fedfisher: kronecker or diagonal")
+    add("--training", help="dp-sgd, dp-kfc, or sgd: fedfisher's as published, without a guarantee")
+    add("--factors", help="records, public, probes or none: what fedfisher's curvature is from")
+    add("--weights", help="records or equal: what fedfisher weights clients by")
+    add("--iterations", type=int, help="of fedfisher's merge")
+    add("--damping", type=float, help="of fedfisher's merge, in mean eigenvalues (0)")
+    add("--factor-steps", type=int, help="releases of fedfisher's factors in a round")
+    add("--factor-share", type=float, help="of the budget, for fedfisher's factors and counts")
+    add("--factor-clip", type=float, help="of fedfisher's factors, in mean sizes over probes")
     add = parser.add_argument_group("files").add_argument
     add("--validation", type=int, help="leave so many records out, and measure accuracy on them")
+    add("--public-inputs", type=int, help="inputs of the test part for --factors public")
     add("--evaluate-every", type=int, help="rounds between two measurements (rounds / 14)")
     add("--checkpoint-every", type=int, help="rounds between checkpoints, at most (1)")
     add("--data-dir", help="folder of the data sets")

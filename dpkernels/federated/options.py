@@ -50,6 +50,8 @@ class Options:
     evaluate_every: rounds between two rows of metrics. checkpoint_every: rounds between
         checkpoints; every evaluated round has one besides.
     validation: how many training records take the place of the test part; None for none.
+    public_inputs: how many inputs of the test part the server has for ``factors`` "public"; they
+        leave the test part, whose labels nobody looks at. None for none.
     seed: fixes noise, draws and parameters: for tests only.
     Others: the algorithm's own settings, as its class in ``algorithms`` says.
     """
@@ -113,9 +115,19 @@ class Options:
     fold_last: int | None = None
     personal_lr: float | None = None
     head_steps: int | None = None
+    fisher: str | None = None
+    training: str | None = None
+    factors: str | None = None
+    weights: str | None = None
+    iterations: int | None = None
+    damping: float | None = None
+    factor_steps: int | None = None
+    factor_share: float | None = None
+    factor_clip: float | None = None
     evaluate_every: int = 5
     checkpoint_every: int = 1
     validation: int | None = None
+    public_inputs: int | None = None
     seed: int | None = None
     data_dir: str | None = None
 
@@ -178,7 +190,7 @@ def filled_in(given: Mapping[str, Any]) -> Options:
         )
     _check_taken(chosen | {"model": model}, known, name, centre)
     base: dict[str, Any] = {"dataset": dataset, "algorithm": name, "model": model}
-    base["level"] = known.units[0]
+    base |= {"level": known.units[0], "view": known.views[0], "rounds": known.rounds}
     if dataset == "synthetic":
         base["partition"] = "natural"
     elif dataset != "digits":
@@ -254,6 +266,11 @@ def _check(options: Options) -> None:
     check_known("dataset", options.dataset, DATASETS)
     check_known("model", options.model, MODELS)
     check_inputs(options.dataset, options.model)
+    if options.view not in options.known.views:
+        raise ValueError(
+            f"view: {options.algorithm} is for {' or '.join(options.known.views)}, got "
+            f"{options.view}; leave --view out"
+        )
     if options.known.network and options.model == "logistic":
         raise ValueError(
             f"model: clients of {options.algorithm} train a network, got logistic; take --model "
@@ -261,7 +278,27 @@ def _check(options: Options) -> None:
         )
     _check_numbers(options)
     _check_adjacency(options)
-    options.known.make(asdict(options), centre=options.centre)
+    algorithm = options.known.make(asdict(options), centre=options.centre)
+    if not algorithm.private and options.budget is not None:
+        raise ValueError(
+            f"epsilon: {options.algorithm} with --training {options.training} is not private, "
+            f"whatever the noise, got {options.epsilon}; take --epsilon none, or --training dp-sgd"
+        )
+    _check_public_inputs(options)
+
+
+def _check_public_inputs(options: Options) -> None:
+    count = options.public_inputs
+    if (options.factors == "public") != (count is not None):
+        raise ValueError(
+            f"public_inputs: --factors public takes a number of them, and nothing else does, got "
+            f"{count} with factors {options.factors}; take --factors public --public-inputs 500"
+        )
+    if count is not None and options.validation is not None:
+        raise ValueError(
+            f"public_inputs: they are of the test part, and --validation puts private records in "
+            f"its place, got {count}; leave one of them out"
+        )
 
 
 def _check_numbers(options: Options) -> None:
@@ -274,7 +311,7 @@ def _check_numbers(options: Options) -> None:
     check_known("view", options.view, get_args(View))
     check_known("accountant", options.accountant, ACCOUNTANTS)
     whole = ("clients", "rounds", "evaluate_every", "checkpoint_every", "validation")
-    check_whole(options, *whole)
+    check_whole(options, *whole, "public_inputs")
     if isinstance(options.epsilon, str):
         check_known("epsilon", options.epsilon, ("none", "a number > 0"))
     else:

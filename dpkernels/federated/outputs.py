@@ -114,7 +114,7 @@ class Outcome:
     def not_private(self) -> str | None:
         """Why there is no epsilon, if so."""
         federation = self.built.federation
-        if federation.epsilon_target is None:
+        if federation.epsilon_target is None and federation.algorithm.private:
             return "no noise was added (--epsilon none)"
         return federation.void
 
@@ -148,6 +148,8 @@ class Outcome:
             found.append("so the number of all records, which that number was computed from")
         if options.validation is None:
             found.append("the test part")
+        if options.public_inputs is not None:
+            found.append(f"{options.public_inputs} inputs of it that the server has")
         if options.public is not None:
             found.append(f"DECLARED: {options.public} of the private training records")
         return found
@@ -200,7 +202,9 @@ class Outcome:
                     "releases_a_round": stage.releases,
                     "share_of_the_budget": stage.share,
                     "elements": list(query.shape),
-                    "sensitivity": query.moved(federation.terms.adjacency),
+                    "sensitivity": query.moved(federation.terms.adjacency)
+                    if federation.algorithm.private
+                    else None,
                     "noise_multiplier": multiplier,
                     "noise_of_a_client": federation.release.client_std(stage, multiplier),
                     "noise_on_the_sum": federation.release.sum_std(stage, multiplier),
@@ -247,8 +251,8 @@ class Outcome:
         lines = [f"{n} x {in_words(s)}" for s, n in federation.accountant.history]
         lines += [
             f"{x['stage']}: {x['share_of_the_budget']:.0%} of the budget, sensitivity "
-            f"{x['sensitivity']:.4g}, noise {x['noise_on_the_sum']:.4g} on what is seen, "
-            f"{x['noise_of_a_client']:.4g} by each client"
+            f"{_or_unbounded(x['sensitivity'])}, noise {x['noise_on_the_sum']:.4g} on what is "
+            f"seen, {x['noise_of_a_client']:.4g} by each client"
             for x in self._stages()
         ]
         faults = ", ".join(f"{n} {name}" for name, n in federation.faults.items()) or "none"
@@ -269,3 +273,7 @@ class Outcome:
         write_metrics(output, self.built.options, self.rows)
         write_text(output / REPORT_TEXT, self._text())
         write_text(output / REPORT, json.dumps(self.to_dict(), indent=2) + "\n")
+
+
+def _or_unbounded(sensitivity: float | None) -> str:
+    return "not bounded" if sensitivity is None else f"{sensitivity:.4g}"

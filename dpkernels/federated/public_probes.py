@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from dpkernels.engine.sides import FixedSides
+from dpkernels.engine.sides import IDENTITY, FixedSides
 from dpkernels.federated.model import ModelProblem
 from dpkernels.precondition.kfac import Kfac
 from dpkernels.precondition.probes import ColouredNoise, Features, Probe
@@ -53,4 +53,5 @@ def kfac_at(problem: ModelProblem, theta: Tensor) -> FixedSides:
 
     model = problem.model_at(theta)
     kfac = Kfac(model, probe_of(problem), loss, batches=2, seed=_SEED)
-    return FixedSides({name: kfac.sides(name) for name, _ in model.named_modules()})
+    found = {name: kfac.sides(name) for name, _ in model.named_modules()}
+    return FixedSides({name: sides for name, sides in found.items() if sides != IDENTITY})

@@ -129,7 +129,7 @@ def each_batch(
     found: dict[tuple[str, str], Contribution] = {}
 
     def layer_complete(current: Pass, layer: Layer, captured: Captured) -> None:
-        found.update(_of_layer(layer, captured, layout))
+        found.update(_of_layer(layer, tuple(x.detach() for x in captured), layout))
 
     def pass_complete(current: Pass) -> None:
         for layer in current.uses:

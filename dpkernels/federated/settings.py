@@ -16,6 +16,7 @@ from dpkernels.federated.algorithms import (
     Centred,
     FedCEO,
     FedFC,
+    FedFisher,
     FedGD,
     FedNew,
     FedSOFIM,
@@ -24,6 +25,7 @@ from dpkernels.federated.algorithms import (
     UDPFedAvg,
 )
 from dpkernels.federated.contract import Algorithm, Unit
+from dpkernels.privacy.mechanism import View
 
 # Options of ``Centred``, and what it calls them.
 _CENTRING = {"centre_share": "share", "centre_clip": "feature_clip", "bias": "bias"}
@@ -38,6 +40,8 @@ class Known:
     models: beside softmax regression, whether others can be trained.
     network: whether only a network can be, because clients train it by themselves.
     units: whom it can protect, its default first.
+    views: which it can serve, its default first.
+    rounds: how many there are if nothing is said.
     """
 
     about: str
@@ -48,6 +52,8 @@ class Known:
     without: frozenset[str] = frozenset()
     network: bool = False
     units: tuple[Unit, ...] = ("record", "user")
+    views: tuple[View, ...] = ("aggregate", "each_upload")
+    rounds: int = 70
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -113,6 +119,15 @@ ALGORITHMS: dict[str, Known] = {
         LocalDPSGD,
         models=True,
         units=("record",),
+    ),
+    "fedfisher": Known(
+        "models trained apart, merged by their Fisher information; --training sgd: not private",
+        FedFisher,
+        models=True,
+        network=True,
+        units=("record",),
+        views=("each_upload",),
+        rounds=1,
     ),
     "ppsgd": Known(
         "a model for each client: the common one plus a part of its own",

@@ -334,3 +334,36 @@ def test_the_list_names_every_algorithm_and_its_settings(capsys):
     assert "fold_last" in listed and "lenet5" in listed and "cnn5x5" in listed
     assert "local_momentum" in listed
     assert "hessian_clip" in listed and "emnist-letters" in listed and "shards" in listed
+
+
+# Few clients and steps: what a run is made of, not how good it is.
+FEDFISHER = ("--algorithm", "fedfisher", "--clients", "3", "--local-steps", "2", "--rounds", "2")
+
+
+def test_fedfisher_as_published_says_that_it_is_not_private(tmp_path, capsys):
+    plain = (*FEDFISHER, "--training", "sgd", "--local-epochs", "1", "--model", "softmax")
+    assert federate(tmp_path / "refused", *plain) == 2
+    assert "take --epsilon none, or --training dp-sgd" in capsys.readouterr().err
+    assert federate(tmp_path, *plain, "--epsilon", "none") == 0
+    told = capsys.readouterr()
+    assert "NO GUARANTEE: training='sgd' uploads models and Fisher information" in told.err
+    assert "epsilon: none (training='sgd'" in told.out and "do not publish it" in told.out
+    privacy = report_in(tmp_path)["privacy"]
+    assert privacy["epsilon"] is None and privacy["stages"][0]["sensitivity"] is None
+    assert "sensitivity not bounded" in (tmp_path / "report.txt").read_text()
+
+
+def test_fedfisher_with_a_budget_reports_both_of_its_stages_and_resumes(tmp_path, monkeypatch):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    chosen = (*FEDFISHER, "--model", "softmax", "--epsilon", "8", "--seed", "1")
+    assert federate(whole, *chosen) == 0
+    report = report_in(whole)
+    assert 7.9 < report["privacy"]["epsilon"] <= 8
+    stages = [(each["stage"], each["releases_a_round"]) for each in report["privacy"]["stages"]]
+    assert stages == [("models 1", 2), ("factors 1", 1), ("models 2", 2), ("factors 2", 1)]
+    with monkeypatch.context() as patched:
+        patched.setattr(Federation, "round", interrupted_in(2))
+        assert federate(stopped, *chosen) == 130
+    assert federate(stopped, "--resume") == 0
+    assert report_in(stopped)["privacy"] == report["privacy"]
+    assert torch.equal(model_in(stopped)["theta"], model_in(whole)["theta"])

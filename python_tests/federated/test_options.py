@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
+from dpkernels.federated import ModelProblem
 from dpkernels.federated.build import build
 from dpkernels.federated.options import filled_in
 from dpkernels.federated.settings import ALGORITHMS, SETTINGS
@@ -22,7 +24,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*with the fixed seed")
 def test_no_default_is_a_step_without_a_guarantee(name, level, view):
     # Clients that keep a model of their own are not drawn in fixed numbers where that is secret.
     secret = ALGORITHMS[name].kind.personal and view == "aggregate"
-    for sampling in ("all", "poisson:0.1" if secret else "fixed:10"):
+    if view not in ALGORITHMS[name].views:
+        with pytest.raises(ValueError, match=f"view: {name} is for each_upload, got {view}"):
+            filled_in({"algorithm": name, "view": view})
+        return
+    drawn = "poisson:0.1" if secret else "fixed:10"
+    # FedFisher asks the clients that have just trained again, so that all have to take part.
+    for sampling in ("all",) if name == "fedfisher" else ("all", drawn):
         given = {"algorithm": name, "level": level, "view": view, "sampling": sampling}
         built = build(filled_in(given | {"rounds": 2, "seed": 0}))
         assert built.federation.void is None
@@ -57,6 +65,7 @@ def test_the_adjacency_is_what_level_and_view_allow(given, adjacency):
         ("fedceo", "user", "mlp"),
         ("ppsgd", "user", "mlp"),
         ("centaur", "user", "mlp"),
+        ("fedfisher", "record", "mlp"),
     ],
 )
 def test_an_algorithm_decides_whom_it_protects_and_what_it_trains(name, level, model):
@@ -121,6 +130,18 @@ def test_settings_are_taken_by_the_algorithms_that_have_them(setting):
         ({"algorithm": "fedceo", "public": "centre"}, "leave --public out"),
         ({"algorithm": "udp-fedavg", "model": "lstm"}, "tokens go with lstm, got lstm for digits"),
         ({"algorithm": "ppsgd", "local_epochs": 0}, "epochs and batch_size must be >= 1"),
+        ({"algorithm": "fedfisher", "training": "sgd"}, "--training sgd is not private"),
+        ({"algorithm": "fedfisher", "factors": "public"}, "public_inputs: --factors public takes"),
+        ({"algorithm": "fedfisher", "public_inputs": 5}, "public_inputs: --factors public takes"),
+        (
+            {
+                "algorithm": "fedfisher",
+                "factors": "public",
+                "public_inputs": 5,
+                "validation": 9,
+            },
+            "puts private records in its place",
+        ),
         ({"algorithm": "ppsgd", "local_momentum": 1.0}, r"momentum must be in \[0, 1\)"),
         ({"algorithm": "fedgd", "local_momentum": 0.9}, "leave --local-momentum out"),
     ],
@@ -148,6 +169,11 @@ def test_what_does_not_go_together_is_refused(given, message):
         ({"algorithm": "ppsgd", "sampling": "fixed:10"}, "remembers which rounds they were in"),
         ({"algorithm": "fedceo", "restart": "own", "sampling": "poisson:0.1"}, "single uploads"),
         ({"algorithm": "fedceo", "model": "lenet5"}, "lenet5 takes images"),
+        ({"algorithm": "fedfisher", "sampling": "fixed:10"}, "clients that have just trained"),
+        (
+            {"algorithm": "fedfisher", "factors": "public", "public_inputs": 360},
+            "public_inputs must be 1 to 359",
+        ),
         ({"algorithm": "fedceo", "model": "lenet"}, r"lenet takes images \[1, 28, 28\]"),
         ({"algorithm": "fedceo", "model": "cnn5x5"}, r"cnn5x5 takes images \[3, 32, 32\]"),
     ],
@@ -168,3 +194,12 @@ def test_smoothing_is_refused_below_zero_and_for_records_that_are_no_images():
     plain = build(filled_in({"algorithm": "udp-fedavg", "rounds": 2, "seed": 0}))
     assert "smoothed" in smooth.data.note
     assert not smooth.data.x.equal(plain.data.x)
+
+
+def test_public_inputs_leave_the_test_part():
+    given = {"algorithm": "fedfisher", "factors": "public", "public_inputs": 60, "seed": 0}
+    problem = build(filled_in(given)).federation.problem
+    assert isinstance(problem, ModelProblem) and problem.public is not None
+    whole = build(filled_in({"algorithm": "fedfisher", "seed": 0})).federation.problem
+    assert torch.equal(problem.public, whole._x_test[:60])
+    assert torch.equal(problem._x_test, whole._x_test[60:])
