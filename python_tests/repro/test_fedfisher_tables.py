@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
@@ -13,9 +14,8 @@ from dpkernels.cli import main
 from dpkernels.federated import data as federated_data
 from dpkernels.federated import models
 from dpkernels.federated.data import FederatedData
-from dpkernels.federated.merging.compress import compress, decompress
 from dpkernels.federated.partitions import Partition, dirichlet
-from dpkernels.fisher import Fisher, Kronecker, fisher_information
+from dpkernels.fisher import fisher_information
 from dpkernels.repro.federated.fedfisher import (
     client_time,
     forms,
@@ -32,7 +32,7 @@ from dpkernels.repro.federated.runs import Place, Run, algorithm_of, perform, se
 
 TRAINED, TESTED, CLASSES = 740, 60, 10
 SMALL = Scene("fashion", "lenet", 0.5, local_epochs=2)
-ALL = [row.merging for row in sheets.ROWS if methods.missing(row.merging) is None]
+ALL = [row.merging for row in sheets.ROWS]
 
 
 def _images(records, seed):
@@ -194,7 +194,7 @@ def test_seeds_differ_in_the_start_and_partitions_do_not():
 def test_an_outcome_does_not_depend_on_the_others(tmp_path):
     together, alone = tmp_path / "together", tmp_path / "alone"
     outcome.perform(SMALL, ALL, together)
-    for merging in (sheets.OUR_KRONECKER.merging, ALL[4], ALL[1]):
+    for merging in (sheets.OUR_KRONECKER.merging, sheets.DENSE.merging, sheets.PFNM.merging):
         outcome.perform(SMALL, [merging], alone)
         one, other = (outcome.read(SMALL, merging, folder) for folder in (together, alone))
         assert one.accuracy == other.accuracy and one.scores == other.scores
@@ -300,7 +300,7 @@ def test_an_interrupted_table_goes_on(repro, tmp_path, trainings, monkeypatch, c
 
 
 def test_a_method_that_is_not_there_is_left_out_with_a_reason(repro, tmp_path, monkeypatch):
-    monkeypatch.setitem(methods._NEEDS, "pfnm", ("dpkernels.no_such_module",))
+    monkeypatch.setitem(methods._NEEDS, "pfnm", ("no_such_module",))
     assert repro("clients", "--seeds", "1", "--clients", "2", "--methods", "pfnm", "fedavg") == 0
     found = {cell["row"]: cell for cell in cells_of(tmp_path, "clients")}
     assert found["PFNM"]["mean"] is None and "no_such_module" in found["PFNM"]["left_out"]
@@ -318,37 +318,25 @@ def test_client_time_is_of_all_parts(repro, tmp_path):
     assert "| local training | 14.5 |" in text and "+10.3%" in text
 
 
-def _lenet_upload(classes=CLASSES):
+def test_forms_of_an_upload_are_those_of_table_5():
     torch.manual_seed(0)
-    model = models.lenet(classes)
+    model = models.lenet(CLASSES)
     x, _ = _images(40, 3)
     fisher = fisher_information(model, [x.unflatten(1, (1, 28, 28))])
-    return {name: p.detach() for name, p in model.named_parameters()}, fisher
-
-
-def test_ranks_are_the_papers():
-    state, fisher = _lenet_upload()
-    assert forms.paper_rank(state, fisher, 4) == 50
-    cnn = models.cnn5x5(10)
-    sizes = {"0": (75, 32), "3": (800, 64), "7": (1600, 512), "9": (512, 128), "11": (128, 10)}
-    layers = {
-        name: Kronecker(f"{name}.weight", None, torch.eye(a), torch.eye(g))
-        for name, (a, g) in sizes.items()
-    }
-    weights = {name: p.detach() for name, p in cnn.named_parameters()}
-    assert forms.paper_rank(weights, Fisher(layers, {}, 1), 4) == 243
-
-
-def test_other_factors_are_sent_as_the_papers_are():
-    state, fisher = _lenet_upload()
-    (weights, found), size = forms._with_factors(state, fisher, 4)
-    papers, expected = decompress(compress(state, fisher, form="paper").payload)
-    assert all(torch.equal(weights[name], papers[name]) for name in papers)
-    for name, layer in expected.layers.items():
-        assert torch.equal(found.layers[name].a, layer.a)
-        assert torch.equal(found.layers[name].g, layer.g)
-    finer, coarser = (forms.sent(state, fisher, form)[1] for form in ("paper-2", "paper-6"))
-    assert max(size, finer, coarser) <= 1.01 * 4 * 44_190
+    state = {name: p.detach() for name, p in model.named_parameters()}
+    by_form = {form: forms.sent(state, fisher, form) for form in get_args(forms.Form)}
+    (weights, whole), size = by_form["none"]
+    assert all(torch.equal(weights[name], state[name]) for name in state) and whole is fisher
+    factors = sum(len(one.a) ** 2 + len(one.g) ** 2 for one in fisher.layers.values())
+    assert size == 4 * (44_190 + factors)
+    for form in ("paper", "symmetric", "paper-2", "paper-6"):
+        # The paper's own count is without 4 bytes for each scale and 28 for the header.
+        assert by_form[form][1] <= 4 * 44_190 + 4 * (5 + 2 * 5 * 3) + 28
+    # Ranks are the paper's: 50 at s_q = 4 (8 bits), half as many of twice as many bits.
+    for form, rank in (("paper", 50), ("paper-2", 25), ("paper-6", 81)):
+        widest = by_form[form][0][1].layers["7"].a
+        assert torch.linalg.matrix_rank(widest, rtol=1e-5) <= rank
+        assert torch.linalg.matrix_rank(widest, rtol=1e-5) > 0.3 * rank
 
 
 def test_every_private_row_takes_its_settings_and_has_the_same_search():

@@ -5,22 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from dpkernels.repro import provenance
+from dpkernels.repro.federated import fedfisher_theorem
 from dpkernels.repro.federated.fedfisher import client_time, report
 from dpkernels.repro.federated.fedfisher.scene import Scene
 from dpkernels.repro.federated.fedfisher.sheets import MODELS, SHEETS, Effort
 from dpkernels.repro.federated.fedfisher.study import conduct
+from dpkernels.repro.federated.fedfisher_sweeps import Scale
 from dpkernels.whole_file import check_folder, write_text
 
 # ``private`` is a table of the other federated papers' kind: ``federated.command`` runs it.
 TABLES = ("1", *SHEETS, "theorem", "private")
 _FEWER_SEEDS = 3
 _DEFAULTS = Effort()
-_THEOREM = "dpkernels.repro.federated.fedfisher_theorem"
 
 
 def run(options: argparse.Namespace, name: str) -> list[Path]:
@@ -92,13 +92,8 @@ def _client_time(options: argparse.Namespace) -> list[Path]:
 
 
 def _theorem(options: argparse.Namespace) -> list[Path]:
-    try:
-        theorem = import_module(_THEOREM)
-    except ImportError as error:
-        raise ValueError(f"table: theorem is not in this version ({error})") from error
-    more = {} if options.seeds is None else {"seeds": options.seeds}
-    files: list[Path] = theorem.conduct(options.output, tell=_say, **more)
-    return files
+    scale = Scale() if options.seeds is None else Scale(seeds=options.seeds)
+    return fedfisher_theorem.conduct(options.output, scale, tell=_say)
 
 
 def _files(output: Path, name: str) -> list[Path]:

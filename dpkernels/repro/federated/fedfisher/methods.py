@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from dpkernels.federated.merging import Adam, ConjugateGradients, Method, merge
+from dpkernels.federated.merging.dense import DenseSettings, dense
+from dpkernels.federated.merging.ot_fusion import ot_fusion
+from dpkernels.federated.merging.pfnm import pfnm
 from dpkernels.repro.federated.fedfisher.scene import Merging
 from dpkernels.repro.federated.fedfisher.training import State
 from dpkernels.repro.federated.fedfisher.uploads import Uploads
@@ -85,7 +88,6 @@ def _fedfisher(
 
 def _ot_fusion(uploads: Uploads) -> Found:
     """OTFusion by either cost, the better on the validation records."""
-    from dpkernels.federated.merging.ot_fusion import ot_fusion
 
     def made(cost: Literal["weights", "directions"]) -> dict[str, Tensor]:
         return ot_fusion(uploads.model, uploads.states, weights=uploads.sizes, cost=cost)
@@ -98,16 +100,12 @@ def _ot_fusion(uploads: Uploads) -> Found:
 
 def _pfnm(uploads: Uploads) -> Found:
     """PFNM at the paper's variances and mass; the network is wider than the clients'."""
-    from dpkernels.federated.merging.pfnm import pfnm
-
     network, _ = pfnm(uploads.model, uploads.states, class_counts=uploads.labels)
     return Found(network)
 
 
 def _dense(uploads: Uploads, **settings: Any) -> Found:
     """DENSE, the best epoch on the validation records; settings: of ``DenseSettings``."""
-    from dpkernels.federated.merging.dense import DenseSettings, dense
-
     scores: list[float] = []
 
     def choose(state: State) -> float:
@@ -138,27 +136,19 @@ METHODS: dict[str, Callable[..., Found]] = {
     "regmean": _regmean,
     "fedfisher": _fedfisher,
 }
-# What has to be there for a method, besides this package's core.
-_NEEDS: dict[str, tuple[str, ...]] = {
-    "ot-fusion": ("dpkernels.federated.merging.ot_fusion", "ot"),
-    "pfnm": ("dpkernels.federated.merging.pfnm",),
-    "dense": ("dpkernels.federated.merging.dense",),
-}
-_COMPRESSION = "dpkernels.federated.merging.compress"
+# Libraries that a method needs, besides this package's own.
+_NEEDS: dict[str, tuple[str, ...]] = {"ot-fusion": ("ot",)}
 
 
 def missing(merging: Merging) -> str | None:
     """Return why ``merging`` cannot be run here, None if it can."""
     if merging.method not in METHODS:
         return f"{merging.method} is not in this version"
-    needed = _NEEDS.get(merging.method, ())
-    if merging.form != "none":
-        needed = (*needed, _COMPRESSION)
-    for name in needed:
+    for name in _NEEDS.get(merging.method, ()):
         try:
             import_module(name)
         except ImportError as error:
-            return f"{name} cannot be imported: {error}"
+            return f"{name} cannot be imported ({error})"
     return None
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpkernels.repro import provenance
 from dpkernels.repro.federated.fedfisher import training
 from dpkernels.repro.federated.fedfisher.methods import Found, merged
 from dpkernels.repro.federated.fedfisher.scene import Merging, Scene, digest_of
@@ -66,6 +65,7 @@ def perform(scene: Scene, mergings: Sequence[Merging], folder: Path) -> None:
     wanted = [merging for merging in mergings if read(scene, merging, folder) is None]
     if not wanted:
         return
+    training.origin_of_run()  # before anything that takes long
     clients = _clients(scene, folder)
     alone = _alone(clients)
     for merging in wanted:
@@ -125,6 +125,6 @@ def _merge(clients: Clients, merging: Merging, alone: float) -> tuple[Outcome, F
         found.scores,
         clients.seconds.get((merging.fisher or "", merging.expectation), 0.0),
         seconds,
-        {**provenance.commit(), "cpu": provenance.cpu_model()},
+        training.origin_of_run(),
     )
     return outcome, found

@@ -6,7 +6,7 @@ Here everything is released through ``Federation``: the budget covers models, fa
 from __future__ import annotations
 
 from dpkernels.repro.federated.fedfisher.scene import PAPERS_PARTITION
-from dpkernels.repro.federated.runs import ALGORITHMS, Place
+from dpkernels.repro.federated.runs import Place
 from dpkernels.repro.federated.study import Cell, Row, Table
 
 EPSILONS = (8.0, 2.0)
@@ -44,10 +44,8 @@ ROWS = (
 
 
 def table(place: Place = PLACE) -> Table:
-    """Return accuracy over epsilon; rows whose algorithm is not in this version are left out."""
-    rows = [row for row in ROWS if row.algorithm in ALGORITHMS]
-    left_out = [row.label for row in ROWS if row.algorithm not in ALGORITHMS]
-    cells = tuple(Cell(place, row, epsilon) for epsilon in EPSILONS for row in rows)
+    """Return accuracy over epsilon."""
+    cells = tuple(Cell(place, row, epsilon) for epsilon in EPSILONS for row in ROWS)
     notes = (
         "One round of five clients on the authors' partition. A record is with one client: epsilon "
         "is the largest client's, and covers models, factors and counts of records. Each upload is "
@@ -57,7 +55,6 @@ def table(place: Place = PLACE) -> Table:
         "does not cover it. A local step draws records by chance, "
         f"{_BATCH} of a mean client's on average.",
         "Pixels are scaled by FashionMNIST's published constants.",
-        *((f"Left out, not in this version: {'; '.join(left_out)}.",) if left_out else ()),
     )
     caption = "accuracy over epsilon, one private round"
     return Table("FedFisher", "private", caption, cells, VALIDATION, notes)

@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ def client_seeds(scene: Scene) -> Tensor:
 
 def train(scene: Scene, start: Tensor | None = None) -> Trained:
     """Train every client from ``start``, ``[D]``, or the first parameters of the seed."""
+    origin = origin_of_run()
     problem = problem_of(scene)
     theta = problem.initial() if start is None else start
     cohort = problem.cohort(torch.arange(scene.clients))
@@ -85,7 +87,13 @@ def train(scene: Scene, start: Tensor | None = None) -> Trained:
     moved = problem.local_updates(cohort, theta, local_of(scene), client_seeds(scene))
     seconds = time.perf_counter() - began
     sizes = parted(scene).parts.sizes.tolist()
-    return Trained(scene, theta, theta + moved, sizes, seconds)
+    return Trained(scene, theta, theta + moved, sizes, seconds, origin)
+
+
+@cache
+def origin_of_run() -> dict[str, Any]:
+    """Return the commit and the processor when a process began: later edits do not run."""
+    return {**provenance.commit(), "cpu": provenance.cpu_model()}
 
 
 def read(scene: Scene, folder: Path) -> Trained | None:
@@ -100,15 +108,13 @@ def read(scene: Scene, folder: Path) -> Trained | None:
 
 def keep(trained: Trained, folder: Path) -> Trained:
     """Write client models, whole or not at all, with who trained them; return them."""
-    origin = {**provenance.commit(), "cpu": provenance.cpu_model()}
-    trained = dataclasses.replace(trained, origin=origin)
     content = {
         "scene": dataclasses.asdict(trained.scene),
         "start": trained.start,
         "models": trained.models,
         "sizes": trained.sizes,
         "seconds": trained.seconds,
-        "origin": origin,
+        "origin": dict(trained.origin),
     }
     folder.mkdir(parents=True, exist_ok=True)
     with whole_file(_file(trained.scene, folder)) as partial:
