@@ -12,10 +12,10 @@ import torch
 
 from dpkernels.cli import main
 from dpkernels.federated import data as federated_data
-from dpkernels.federated import models
+from dpkernels.federated import models, networks
 from dpkernels.federated.data import FederatedData
 from dpkernels.federated.partitions import Partition, dirichlet
-from dpkernels.fisher import fisher_information
+from dpkernels.fisher import Fisher, Kronecker
 from dpkernels.repro.federated.fedfisher import (
     client_time,
     forms,
@@ -35,6 +35,12 @@ SMALL = Scene("fashion", "lenet", 0.5, local_epochs=2)
 ALL = [row.merging for row in sheets.ROWS]
 
 
+def _narrow_lenet():
+    return torch.nn.Sequential(
+        *models._pooled_convolutions(1, 3, 4), *models._linear_layers(64, 16, 12, CLASSES)
+    )
+
+
 def _images(records, seed):
     """Return noisy copies of one image for each class, the classes in turn."""
     drawn = torch.Generator().manual_seed(seed)
@@ -45,11 +51,12 @@ def _images(records, seed):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Put a few images in the place of FashionMNIST, and a few steps in that of 2,000."""
+    """Put a few images in the place of FashionMNIST, a narrow LeNet, a few steps for 2,000."""
     x, y = _images(TRAINED, 1)
     x_test, y_test = _images(TESTED, 2)
     tiny = FederatedData("fashion", x, y, x_test, y_test, CLASSES, (1, 28, 28), "tiny")
     monkeypatch.setitem(federated_data.DATASETS, "fashion", lambda data_dir: tiny)
+    monkeypatch.setitem(networks.NETWORKS, "lenet", lambda data: _narrow_lenet())
     few = {
         "fedfisher": partial(methods._fedfisher, steps=4),
         "dense": partial(methods._dense, epochs=2, generator_steps=1, batch=8, latent=4),
@@ -201,9 +208,10 @@ def test_an_outcome_does_not_depend_on_the_others(tmp_path):
         assert one.bytes_up == other.bytes_up
 
 
-def test_uploads_cost_no_more_than_fedavgs_if_they_are_compressed_by_us(tmp_path):
+def test_uploads_cost_no_more_than_fedavgs_if_they_are_compressed_by_us(monkeypatch):
+    monkeypatch.setitem(networks.NETWORKS, "lenet", lambda data: models.lenet(CLASSES))
     clients = Clients.of(training.train(SMALL))
-    for row in sheets.ROWS:
+    for row in (sheets.FEDAVG, sheets.KRONECKER, sheets.OUR_DIAGONAL, sheets.OUR_KRONECKER):
         uploads = clients.uploads(row.merging)
         assert uploads.fedavg_bytes == 4 * 44_190
         if row.merging.form == "symmetric" or row is sheets.KRONECKER:
@@ -318,25 +326,32 @@ def test_client_time_is_of_all_parts(repro, tmp_path):
     assert "| local training | 14.5 |" in text and "+10.3%" in text
 
 
+def _factor(size):
+    """Return a matrix whose eigenvalues are all from 1 to 5."""
+    columns = torch.randn(size, size) / size**0.5
+    return torch.eye(size) + columns @ columns.T
+
+
 def test_forms_of_an_upload_are_those_of_table_5():
     torch.manual_seed(0)
-    model = models.lenet(CLASSES)
-    x, _ = _images(40, 3)
-    fisher = fisher_information(model, [x.unflatten(1, (1, 28, 28))])
-    state = {name: p.detach() for name, p in model.named_parameters()}
+    state = {name: p.detach() for name, p in models.lenet(CLASSES).named_parameters()}
+    shapes = {name: weight.flatten(1).shape for name, weight in state.items()}
+    layers = {
+        name: Kronecker(name, None, _factor(inputs), _factor(outputs))
+        for name, (outputs, inputs) in shapes.items()
+    }
+    fisher = Fisher(layers, {}, 40)
     by_form = {form: forms.sent(state, fisher, form) for form in get_args(forms.Form)}
     (weights, whole), size = by_form["none"]
     assert all(torch.equal(weights[name], state[name]) for name in state) and whole is fisher
-    factors = sum(len(one.a) ** 2 + len(one.g) ** 2 for one in fisher.layers.values())
-    assert size == 4 * (44_190 + factors)
+    assert size == 4 * (44_190 + sum(i**2 + o**2 for o, i in shapes.values()))
     for form in ("paper", "symmetric", "paper-2", "paper-6"):
         # The paper's own count is without 4 bytes for each scale and 28 for the header.
         assert by_form[form][1] <= 4 * 44_190 + 4 * (5 + 2 * 5 * 3) + 28
-    # Ranks are the paper's: 50 at s_q = 4 (8 bits), half as many of twice as many bits.
-    for form, rank in (("paper", 50), ("paper-2", 25), ("paper-6", 81)):
-        widest = by_form[form][0][1].layers["7"].a
-        assert torch.linalg.matrix_rank(widest, rtol=1e-5) <= rank
-        assert torch.linalg.matrix_rank(widest, rtol=1e-5) > 0.3 * rank
+    # 16 d bits over 2 m + 2 m' + 2 numbers a layer: 1,752 in all, of 8, 16 and 5 bits.
+    for form, rank in (("paper", 50), ("paper-2", 25), ("paper-6", 80)):
+        widest = by_form[form][0][1].layers["7.weight"].a
+        assert int(torch.linalg.matrix_rank(widest, rtol=1e-5)) == rank
 
 
 def test_every_private_row_takes_its_settings_and_has_the_same_search():
