@@ -276,8 +276,19 @@ def test_a_table_is_written_and_nothing_is_trained_twice(
     assert len(trainings) == scenes and cells_of(tmp_path, sheet) == first
 
 
+def test_two_processes_find_what_one_does(repro, tmp_path):
+    words = ("--seeds", "2", "--clients", "2", "--methods", "fedavg", "dense")
+    assert repro("clients", *words) == 0
+    alone = cells_of(tmp_path, "clients")
+    assert repro("clients", *words, "--jobs", "2", "--runs", str(tmp_path / "others")) == 0
+    together = cells_of(tmp_path, "clients")
+    for one, other in zip(alone, together, strict=True):
+        assert [s["accuracy"] for s in one["seeds"]] == [s["accuracy"] for s in other["seeds"]]
+        assert [s["scores"] for s in one["seeds"]] == [s["scores"] for s in other["seeds"]]
+
+
 def test_every_round_starts_from_what_the_last_one_was_merged_to(repro, tmp_path, trainings):
-    chosen = ("fedavg", "fisher-merge")
+    chosen = ("fedavg", "dense")
     assert repro("few-shot", "--seeds", "1", "--methods", *chosen) == 0
     # The first round has nothing of the methods: its clients are trained for both.
     assert len(trainings) == 1 + 4 * len(chosen)

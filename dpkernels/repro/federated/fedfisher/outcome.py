@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,16 @@ def read(scene: Scene, merging: Merging, folder: Path) -> Outcome | None:
     return Outcome(**kept)
 
 
-def perform(scene: Scene, mergings: Sequence[Merging], folder: Path) -> None:
+def perform(
+    scene: Scene,
+    mergings: Sequence[Merging],
+    folder: Path,
+    kept: Collection[Merging] = (),
+) -> None:
     """Merge the clients of ``scene`` in every way that ``folder`` has not got yet.
 
     Trains clients that are not kept, and merges earlier rounds that they start from.
+    kept: whose merged model is kept, too, because a next round starts from it.
     """
     wanted = [merging for merging in mergings if read(scene, merging, folder) is None]
     if not wanted:
@@ -69,7 +75,9 @@ def perform(scene: Scene, mergings: Sequence[Merging], folder: Path) -> None:
     clients = _clients(scene, folder)
     alone = _alone(clients)
     for merging in wanted:
-        outcome, _ = _merge(clients, merging, alone)
+        outcome, found = _merge(clients, merging, alone)
+        if merging in kept:
+            _keep_state(found, scene, merging, folder)
         content = {
             "scene": dataclasses.asdict(scene),
             "merging": dataclasses.asdict(merging),
@@ -88,15 +96,23 @@ def _clients(scene: Scene, folder: Path) -> Clients:
 
 def _merged_state(scene: Scene, merging: Merging, folder: Path) -> dict[str, Tensor]:
     """Return the merged model of a round, which the next one starts from; keeps it."""
-    path = folder / f"{name_of(scene, merging)}.pt"
+    path = _state_file(scene, merging, folder)
     if path.exists():
         kept: dict[str, Tensor] = torch.load(path, weights_only=True)
         return kept
     _, found = _merge(_clients(scene, folder), merging, 0.0)
+    return _keep_state(found, scene, merging, folder)
+
+
+def _keep_state(found: Found, scene: Scene, merging: Merging, folder: Path) -> dict[str, Tensor]:
     state = {name: p.detach().clone() for name, p in found.network.named_parameters()}
-    with whole_file(path) as partial:
+    with whole_file(_state_file(scene, merging, folder)) as partial:
         torch.save(state, partial)
     return state
+
+
+def _state_file(scene: Scene, merging: Merging, folder: Path) -> Path:
+    return folder / f"{name_of(scene, merging)}.pt"
 
 
 def _alone(clients: Clients) -> float:

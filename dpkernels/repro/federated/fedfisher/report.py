@@ -15,9 +15,9 @@ from dpkernels.repro.federated.report import origins
 from dpkernels.whole_file import whole_file
 
 _WHAT = (
-    "Test accuracy in percent, mean and standard deviation over seeds; with three figures: paper / "
-    "ours / difference. In brackets: mean and standard deviation over other partitions, one seed "
-    "each."
+    "Test accuracy in percent, mean and standard deviation over seeds (one seed: its figure); with "
+    "three figures: paper / ours / difference. In brackets: mean and standard deviation over other "
+    "partitions, one seed each."
 )
 
 
@@ -58,7 +58,7 @@ def _figure(result: Result) -> str:
     if not result.outcomes:
         return "not run" if paper is None else f"{paper:.2f} / not run"
     mean = result.mean
-    ours = f"{mean:.2f} ± {result.spread:.2f}"
+    ours = f"{mean:.2f} ± {result.spread:.2f}" if len(result.outcomes) > 1 else f"{mean:.2f}"
     text = ours if paper is None else f"{paper:.2f} / **{ours}** / {mean - paper:+.2f}"
     spread = result.over_partitions()
     return text if spread is None else f"{text} ({spread[0]:.1f} ± {spread[1]:.1f})"
@@ -152,7 +152,7 @@ def draw(sheet: Sheet, results: Sequence[Result], file: Path) -> None:
     if sheet.curves:
         handles, names = axes[0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize="x-small")
-    told = "" if sheet.curves else ": crosses are the paper's, thin bars other partitions"
+    told = "" if sheet.curves else "\ncrosses: the paper's; thin bars: other partitions"
     figure.suptitle(f"FedFisher: {sheet.caption}{told}", fontsize="medium")
     with whole_file(file) as partial:
         figure.savefig(partial, dpi=110, format="png")

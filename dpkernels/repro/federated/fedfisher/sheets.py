@@ -107,8 +107,8 @@ _DIFFERENCES = (
     "FedAvg's bytes; FedFisher with the Adam of the authors' code, 2,000 steps, best of every 100. "
     "'ours': one backward pass with Rademacher signs, our compression to FedAvg's bytes, conjugate "
     "gradients, at most 50 iterations, the best of all.",
-    "RegMean is not compressed here (the paper compresses it) and merges convolutions too (the "
-    "authors' code averages them): both are in its favour. FedAvg needs no compression.",
+    "RegMean is not compressed here, which the paper's is, and merges convolutions too, which the "
+    "authors' code averages. FedAvg, OTFusion, PFNM and DENSE upload models alone, in float32.",
     "FashionMNIST is scaled by MNIST's constants, as in the authors' code.",
 )
 _CIFAR = (

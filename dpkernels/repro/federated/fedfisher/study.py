@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -112,9 +111,17 @@ def conduct(
         if reasons[cell.row.merging] is None:
             for scene in (*cell.scenes, *cell.others):
                 wanted.setdefault(scene, []).append(cell.row.merging)
+    kept: dict[Scene, list[Merging]] = {}
+    for scene in wanted:
+        if scene.by is not None:
+            kept.setdefault(scene.before(), []).append(scene.by)
     # A round starts from the one before, which others may start from, too.
     for number in sorted({scene.round for scene in wanted}):
-        tasks = [(s, tuple(dict.fromkeys(m))) for s, m in wanted.items() if s.round == number]
+        tasks = [
+            (scene, tuple(dict.fromkeys(mergings)), tuple(kept.get(scene, ())))
+            for scene, mergings in wanted.items()
+            if scene.round == number
+        ]
         _perform_all(tasks, folder, jobs, f"round {number}", report)
     return [_result(cell, folder, reasons[cell.row.merging]) for cell in cells]
 
@@ -133,8 +140,12 @@ def _result(cell: Cell, folder: Path, reason: str | None) -> Result:
     return Result(cell, seeds, others)
 
 
+# A scene, its mergings, and those whose models a next round starts from.
+_Task = tuple[Scene, tuple[Merging, ...], tuple[Merging, ...]]
+
+
 def _perform_all(
-    tasks: Iterable[tuple[Scene, tuple[Merging, ...]]],
+    tasks: Iterable[_Task],
     folder: Path,
     jobs: int,
     what: str,
@@ -142,20 +153,27 @@ def _perform_all(
 ) -> None:
     every = list(tasks)
     undone = [
-        (scene, mergings)
-        for scene, mergings in every
-        if any(outcome.read(scene, merging, folder) is None for merging in mergings)
+        task
+        for task in every
+        if any(outcome.read(task[0], merging, folder) is None for merging in task[1])
     ]
     # Scenes with the same records follow each other: these are loaded and parted once.
     undone.sort(key=lambda task: (task[0].dataset, task[0].alpha, task[0].partition_seed))
     report(f"{what}: {len(every)} scenes, {len(every) - len(undone)} kept already")
     if jobs == 1:
-        for number, (scene, mergings) in enumerate(undone, 1):
-            outcome.perform(scene, mergings, folder)
+        for number, (scene, mergings, kept) in enumerate(undone, 1):
+            outcome.perform(scene, mergings, folder, kept)
             report(f"{what}: {number} of {len(undone)}")
         return
-    scenes, mergings_of = [scene for scene, _ in undone], [mergings for _, mergings in undone]
     with ProcessPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        done = pool.map(outcome.perform, scenes, mergings_of, itertools.repeat(folder))
-        for number, _ in enumerate(done, 1):
-            report(f"{what}: {number} of {len(undone)}")
+        running = [
+            pool.submit(outcome.perform, scene, mergings, folder, kept)
+            for scene, mergings, kept in undone
+        ]
+        try:
+            for number, one in enumerate(as_completed(running), 1):
+                one.result()
+                report(f"{what}: {number} of {len(undone)}")
+        finally:
+            # After Ctrl-C or an error, what has not begun must not begin.
+            pool.shutdown(wait=False, cancel_futures=True)
