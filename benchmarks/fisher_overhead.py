@@ -6,7 +6,7 @@ take the same time each, and every kind and expectation of F; shown is F's time 
 epochs. ``exact`` is a pass for each class but one, and is there to compare with.
 
 Writes ``fisher_overhead.json`` and ``fisher_overhead.md`` to ``benchmarks/results``; ``--quick``
-measures a few rounds on few records, and writes only where ``--output`` says.
+measures one round on one batch, and writes only where ``--output`` says.
 """
 
 from __future__ import annotations
@@ -143,11 +143,12 @@ def main(arguments: list[str] | None = None) -> int:
     if backend.extension is None:
         sys.exit("benchmarks.fisher_overhead: dpkernels._C is not built; run make build")
     torch.set_num_threads(options.threads)
-    where = provenance.collect(_CPU) | {"command": "python -m benchmarks.fisher_overhead"}
-    budget = Budget(rounds=3) if options.quick else Budget(options.seconds)
+    command = "python -m benchmarks.fisher_overhead" + (" --quick" if options.quick else "")
+    where = provenance.collect(_CPU) | {"command": command}
+    budget = Budget(rounds=1) if options.quick else Budget(options.seconds)
     found = []
     for case in CASES:
-        records = 2 * case.batch if options.quick else case.records
+        records = case.batch if options.quick else case.records
         found += [asdict(one) for one in compare(case, records, budget)]
         print(table(found[-6:]), file=sys.stderr, flush=True)
     output = options.output or (None if options.quick else _RESULTS)
@@ -171,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.fisher_overhead", description=__doc__
     )
-    parser.add_argument("--quick", action="store_true", help="few records, three rounds")
+    parser.add_argument("--quick", action="store_true", help="one batch of records, one round")
     parser.add_argument("--seconds", type=float, default=300.0, help="how long for each network")
     # A client is trained by one thread.
     parser.add_argument("--threads", type=int, default=1)

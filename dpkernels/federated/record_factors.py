@@ -42,7 +42,7 @@ _DOWN = 1 - 2.0**-30
 # So many elements of one layer's rows at a time: 32 MB of float64.
 _ELEMENTS = 1 << 22
 _MOST_RECORDS = 512
-_TRIED_RECORDS = 8
+_TRIED = 8
 
 
 class Contribution(Protocol):
@@ -139,9 +139,11 @@ def each_batch(
             )
 
     with probing(model, layer_complete, pass_complete), undisturbed(model):
-        if len(x):
-            # The engine tries a model out on what it sees first, for the time of several passes.
-            model(x[:_TRIED_RECORDS].double())
+        # The engine tries a model out on what it sees first, and raises for what it finds: that is
+        # no record. One sample is another form to it than several.
+        forms = {len(rows) > 1 for rows in torch.arange(len(x)).split(at_a_time) if len(rows)}
+        for several in forms:
+            model(_noise(_TRIED if several else 1, x.shape[1:]))
         for rows in torch.arange(len(x)).split(at_a_time):
             if len(rows):
                 found.clear()
@@ -185,6 +187,12 @@ def _gradients(layer: Layer, captured: Captured) -> Tensor:
     """Return single records' gradients of all parameters, ``[B, n]``."""
     assert isinstance(layer, LinearLayer | ConvLayer)
     return torch.cat([g.flatten(1) for g in layer.gradients(captured)], 1)
+
+
+def _noise(count: int, shape: Sequence[int]) -> Tensor:
+    """Return the same synthetic inputs ``[count, *shape]`` every time."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(count, *shape, generator=generator, dtype=torch.float64)
 
 
 def check_modules(model: nn.Module, layout: FisherLayout) -> None:

@@ -45,7 +45,7 @@ def channel_moment(errors: Tensor) -> Tensor:
     """Return the mean of d d^T over records and positions of errors ``[B, O, *output]``.
 
     As ``dpkernels.ops.kron.second_moment`` with ``channel_dim=1``, but for channels in front of
-    positions one product for each record: of 6 channels, a tenth of the time.
+    positions one product for each record: of 6 channels, a ninth of the time.
     """
     d = errors.detach().to(sum_dtype(errors.dtype)).flatten(2)
     if d.is_contiguous():
@@ -80,8 +80,8 @@ def _by_rows(x: Tensor, shape: ConvolutionShape) -> Tensor:
             product = own.mT @ other
             for i in kernel_rows:
                 sums[i] += product
-        for i, own in enumerate(sums):
-            block = _along_diagonals(own.view(columns, channels, columns, channels), shape)
+        products = sums.view(-1, columns, channels, columns, channels)
+        for i, block in enumerate(_along_diagonals(products, shape)):
             out[:, i, :, :, i + apart] = block
             out[:, i + apart, :, :, i] = block.permute(2, 3, 0, 1)
     matrix = out.flatten(0, 2).flatten(1)
@@ -108,15 +108,15 @@ def _taken(rows: Tensor, chosen: list[int], ahead: int) -> Tensor:
     return rows[[r + ahead for r in chosen]].flatten(0, 1)
 
 
-def _along_diagonals(product: Tensor, shape: ConvolutionShape) -> Tensor:
-    """Return ``[C, k, C, k]``: of ``[W, C, W, C]`` the sums over the columns that k, k' meet."""
+def _along_diagonals(products: Tensor, shape: ConvolutionShape) -> Tensor:
+    """Return ``[N, C, k, C, k]``: of ``[N, W, C, W, C]`` the sums over columns that k, k' meet."""
     wide, step, hole = shape.kernel[1], shape.stride[1], shape.dilation[1]
     length = step * (shape.outputs[1] - 1) + 1
-    channels = product.shape[1]
-    out = product.new_empty(wide, wide, channels, channels)
+    count, _, channels = products.shape[:3]
+    out = products.new_empty(wide, wide, count, channels, channels)
     for j in range(wide):
-        own = product[hole * j : hole * j + length : step]
+        own = products[:, hole * j : hole * j + length : step]
         for k in range(wide):
-            window = own[:, :, hole * k : hole * k + length : step]
-            torch.sum(window.diagonal(dim1=0, dim2=2), 2, out=out[j, k])
-    return out.permute(2, 0, 3, 1)
+            window = own[:, :, :, hole * k : hole * k + length : step]
+            torch.sum(window.diagonal(dim1=1, dim2=3), 3, out=out[j, k])
+    return out.permute(2, 3, 0, 4, 1)

@@ -56,7 +56,8 @@ def fisher_information(
     position and errors do not depend on its activations (deep linear networks, squared loss).
 
     A forward and a backward pass without weight gradients, and B T (n^2 + m^2) flops for a layer
-    of n inputs and m outputs at T positions; ``diagonal`` takes a weight gradient's B T n m.
+    of n inputs and m outputs at T positions; ``diagonal`` takes a weight gradient's B T n m. Where
+    that is too much, F of a random part of the records is an unbiased estimate.
 
     Raises Unsupported for a model that ``make_private`` refuses, ValueError for wrong arguments, no
     records, outputs of another shape, and for what is not finite, naming the layer.

@@ -70,3 +70,27 @@ def federation(algorithm: FedFisher, held: ModelProblem, **options: Any) -> Fede
     told = Terms(held.clients, 8.0, held.shape, adjacency="add-remove", **changes)
     chosen: dict[str, Any] = {"epsilon": 5.0, "delta": 1e-3, "seed": 1, "accountant": "gaussian"}
     return quietly(Federation, algorithm, held, told, **chosen | options)
+
+
+PLAIN = FedFisher(training="sgd", local_epochs=2, local_batch=4, local_lr=0.1)
+PRIVATE = FedFisher(local_steps=3, local_lr=0.3, factor_steps=2)
+SETTINGS = {
+    "plain": (PLAIN, {"epsilon": None}),
+    "plain diagonal": (FedFisher(training="sgd", fisher="diagonal"), {"epsilon": None}),
+    "records": (PRIVATE, {}),
+    "records drawn": (PRIVATE, {"record_rate": 0.5, "accountant": "rdp"}),
+    "records diagonal": (FedFisher(local_steps=2, fisher="diagonal"), {}),
+    "probes": (FedFisher(local_steps=2, factors="probes"), {}),
+    "public": (FedFisher(local_steps=2, factors="public", weights="equal"), {}),
+    "none": (FedFisher(local_steps=2, factors="none", weights="equal"), {}),
+    "none weighted": (FedFisher(local_steps=2, factors="none"), {}),
+    "dp-kfc": (FedFisher(local_steps=2, training="dp-kfc", factors="none", weights="equal"), {}),
+}
+
+
+def made(name: str, held: ModelProblem | None = None, **options: Any) -> Federation:
+    """Return the federation of one of ``SETTINGS``."""
+    algorithm, chosen = SETTINGS[name]
+    public = inputs("linear", 10, seed=4, dtype=torch.float32)
+    held = held or problem(public=public)
+    return federation(algorithm, held, **chosen | options)

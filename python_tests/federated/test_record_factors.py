@@ -134,6 +134,16 @@ def test_the_model_is_left_as_it_was():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("count", [1, 6, 7])
+def test_records_go_through_the_model_once_and_are_not_tried_out(count):
+    model, seen = network("convolutional"), []
+    model[0].register_forward_pre_hook(lambda module, given: seen.append(given[0].detach()))
+    x = inputs("convolutional", count)
+    sums(model, x, layout_of(model, "kronecker"), [1.0] * 6, most=3)
+    records = [row for each in seen for row in each if any(torch.equal(row, own) for own in x)]
+    assert torch.equal(torch.stack(records), x)
+
+
 def test_modules_whose_records_cannot_be_told_apart_are_refused():
     grouped = nn.Sequential(nn.Conv2d(2, 2, 3, groups=2), nn.Flatten(), nn.Linear(2, 2)).double()
     with pytest.raises(ValueError, match=r"without groups, got '0', Conv2d"):

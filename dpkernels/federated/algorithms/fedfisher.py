@@ -34,6 +34,7 @@ Factors: TypeAlias = Literal["records", "public", "probes", "none"]
 Weights: TypeAlias = Literal["records", "equal"]
 
 _COUNT_WEIGHT = 1.0
+_DRAWS = 10
 _BATCH = 256
 
 
@@ -59,15 +60,22 @@ class FedFisher(Algorithm):
         holds wherever they are taken, but where a client came without noise would tell of its
         records. The noise is known, and taken out of eigenvalues (``noisy_factors``).
 
+    Noise: N(0, (m S)^2) in every element of every release, once, from the client's own key.
+    Sampling: records by Poisson, anew for each release, if the federation has a ``record_rate``;
+    clients are seen, so that drawing them amplifies nothing.
+
     A record is with one client, so what it costs is what its own client's uploads tell, whichever
     client that is: epsilon is the largest client's, and ``Federation``'s for all.
 
+    local_epochs, local_batch, local_momentum: of "sgd" alone; local_steps, clip: of the others.
     fisher: Kronecker-factored or diagonal. iterations, damping: of the merge.
     factors: what F_i is made of. ``records``: the client's. ``public``: inputs that are declared
         public (``ModelProblem.public``); ``probes``: synthetic ones; both at the released W_i, so
         they cost nothing. ``none``: the mean of W_i, which is FedAvg in one round.
     factor_share: of the budget, for the factors or the count. factor_clip: clips of the parts, in
         multiples of their mean sizes over synthetic probes at W_i.
+    factor_steps: releases of the factors in a round. None: one of all records, or 10 where records
+        are drawn by chance: drawn anew for each, more of them are amplified more.
     weights: p_i by the number of records, the noisy one where there is a budget, or equal. With
         factors that are not from records, the count alone is the second stage.
 
@@ -89,7 +97,7 @@ class FedFisher(Algorithm):
     local_momentum: float = 0.9
     local_steps: int = 100
     clip: float = 1.0
-    factor_steps: int = 1
+    factor_steps: int | None = None
     factor_share: float = 0.2
     factor_clip: float = 1.0
 
@@ -111,8 +119,9 @@ class FedFisher(Algorithm):
         if not 0 < self.factor_share < 1:
             raise ValueError(f"FedFisher: factor_share must be in (0, 1), got {self.factor_share}")
         for name in ("iterations", "factor_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"FedFisher: {name} must be >= 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"FedFisher: {name} must be >= 1, got {value}")
         check_steps("FedFisher", self.local_steps)
         _ = self.local
 
@@ -176,7 +185,7 @@ class FedFisher(Algorithm):
             "factors",
             Query((asked.size + 1,), summed(moved_by_one(asked, _COUNT_WEIGHT), terms)),
             terms.rounds,
-            releases=self.factor_steps,
+            releases=self.factor_steps or (_DRAWS if terms.records_sampled else 1),
             uploaded=False,
             redrawn=True,
         )
@@ -313,7 +322,7 @@ class FedFisher(Algorithm):
         bound = MOST * moved_by_one(layout, _COUNT_WEIGHT)
         total = torch.zeros(len(models), layout.size + 1, dtype=torch.float64)
         cohort = visit.cohort
-        for step in range(self.factor_steps):
+        for step in range(visit.stage.releases):
             cohort = visit.draw() if step else cohort
             sums = torch.zeros_like(total)
             for row, network in enumerate(networks):
@@ -327,8 +336,8 @@ class FedFisher(Algorithm):
                     most=most,
                 )
             total += visit.noisy(clip_rows(sums.div_(terms.records), bound).to(models.dtype))
-        seen = total / self.factor_steps
-        std = visit.std / math.sqrt(self.factor_steps)
+        seen = total / visit.stage.releases
+        std = visit.std / math.sqrt(visit.stage.releases)
         counts = (seen[:, -1] / _COUNT_WEIGHT).clamp(min=0.0)
         fishers = [
             # A share of less than one record is noise, and the client has no weight to speak of.

@@ -45,11 +45,8 @@ class StackedNet:
                 if block.bias is None
                 else theta[:, block.bias : block.bias + block.outputs].contiguous().clone()
             )
-        # The last steps of weights and of biases, by layer; empty without momentum.
-        self._last = {i: torch.zeros_like(w) for i, w in enumerate(self.weights) if momentum}
-        self._last_biases = {
-            i: torch.zeros_like(b) for i, b in enumerate(self.biases) if momentum and b is not None
-        }
+        # Last steps, of what has taken one: a layer in the span of its records has none here.
+        self._last: dict[str, Tensor] = {}
         # Of every layer: its inputs [a, b, in]; of every elementwise operation: its outputs.
         self.inputs: list[Tensor] = []
         self._outputs: list[list[Tensor]] = []
@@ -159,19 +156,26 @@ class StackedNet:
         for layer, (bias, d) in enumerate(zip(self.biases, residuals, strict=True)):
             clients = len(d)
             if layer >= begin:
-                weight, inputs = self.weights[layer][:clients], self.inputs[layer]
-                if layer in self._last:
-                    last = self._last[layer][:clients]
-                    weight.add_(last.baddbmm_(d.mT, inputs, beta=self._momentum, alpha=-1.0))
+                weight, inputs = self.weights[layer], self.inputs[layer]
+                if self._momentum:
+                    last = self._last_of(f"weight {layer}", weight)[:clients]
+                    last.baddbmm_(d.mT, inputs, beta=self._momentum, alpha=-1.0)
+                    weight[:clients].add_(last)
                 else:
-                    weight.baddbmm_(d.mT, inputs, alpha=-1.0)
+                    weight[:clients].baddbmm_(d.mT, inputs, alpha=-1.0)
             if bias is None:
                 continue
-            if layer in self._last_biases:
-                last = self._last_biases[layer][:clients]
+            if self._momentum:
+                last = self._last_of(f"bias {layer}", bias)[:clients]
                 bias[:clients].add_(last.mul_(self._momentum).sub_(d.sum(1)))
             else:
                 bias[:clients].sub_(d.sum(1))
+
+    def _last_of(self, name: str, parameter: Tensor) -> Tensor:
+        """Return the last step of a parameter, of all clients; zeros before the first."""
+        if name not in self._last:
+            self._last[name] = torch.zeros_like(parameter)
+        return self._last[name]
 
     def parameters(self) -> Tensor:
         """Return the parameters of every client, ``[k, D]``."""

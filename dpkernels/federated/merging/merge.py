@@ -73,7 +73,8 @@ def merge(
         ``regmean``, by the factors A of K-FAC: with ``choose`` the better of two scales, else .9.
     solver: of ``fedfisher``. damping: ``mu_l = damping tr(sum_i p_i F_i) / d_l`` for a layer of d_l
         weights (and bias), that many times the mean eigenvalue of its Fisher; pulls to the mean.
-        The paper has none; .1 gained 0.2 to 5 points on each of three small partitions of images.
+        The paper has none. Three small partitions of Fashion-MNIST, 50 iterations, accuracy: 50.3,
+        43.8, 61.1 with .1; 49.0, 38.7, 60.9 with 0.
     choose: the score of a state dict, the higher the better, on data *that is declared public*: the
         best of the solver's schedule is returned, the first of equals. None: the last iterate.
 

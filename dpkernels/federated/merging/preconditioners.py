@@ -1,9 +1,10 @@
 """Preconditioners of conjugate gradients: what stands in for ``F^-1``, block by block.
 
 ``diagonal``   M = diag F. Exact for diagonal Fishers.
-``kronecker``  M = tr_A F (x) tr_G F / tr F + mu, for ``F = sum_i p_i G_i (x) A_i``: the partial
-               traces ``sum_i p_i tr(A_i) G_i`` and ``sum_i p_i tr(G_i) A_i``. Exact where all F_i
-               are multiples of one Kronecker product. Diagonal Fishers take ``diagonal``.
+``kronecker``  M = tr_A F (x) tr_G F / tr F + mu + SHIFT tr F / d, for F, ``[d, d]``, that is
+               ``sum_i p_i G_i (x) A_i``: the partial traces ``sum_i p_i tr(A_i) G_i`` and
+               ``sum_i p_i tr(G_i) A_i``, whose product F is where all F_i are multiples of one.
+               Diagonal Fishers take ``diagonal``.
 
 Whatever M is, the iterates stay in ``M^-1 range(F)``, so from the mean they tend to the minimiser
 that is nearest to the mean in the norm of M: Lemma 1's own only where M^-1 maps range(F) to itself.
@@ -22,6 +23,11 @@ from torch import Tensor
 from dpkernels.federated.merging.quadratic import Quadratic, Tensors
 
 Preconditioner = Literal["diagonal", "kronecker"]
+# Times the mean eigenvalue. Without it the first iterates move most where F knows least. LeNet, 5
+# clients, three partitions, 12 iterations: the objective is the same to a percent, the accuracy
+# 41.0, 33.2, 59.2 with 0; 46.1, 42.1, 62.3 with .01; 45.8, 47.0, 63.1 with .1; 46.8, 48.8, 61.8
+# with 1, which converges more slowly.
+SHIFT = 0.1
 Inverse = Callable[[Tensors, Sequence[int]], Tensors]
 
 
@@ -61,16 +67,12 @@ def _kronecker(quadratic: Quadratic, index: int) -> Callable[[Tensor], Tensor]:
     left, u = torch.linalg.eigh(torch.einsum("n,nop->op", traces_a / total, g))
     right, v = torch.linalg.eigh(torch.einsum("n,nij->ij", traces_g, a))
     eigenvalues = torch.outer(left.clamp_min(0), right.clamp_min(0))
-    inverse = _inverse(eigenvalues + quadratic.shifts[index])
+    inverse = _inverse(eigenvalues + SHIFT * eigenvalues.mean() + quadratic.shifts[index])
     return lambda residual: u @ ((u.mT @ residual @ v) * inverse) @ v.mT
 
 
 def _inverse(eigenvalues: Tensor) -> Tensor:
-    """Return 1 / eigenvalues, and 0 for those that are nothing but rounding.
-
-    F is zero along these: the range of a sum of Kronecker products of semidefinite matrices is in
-    that of the product of their partial traces.
-    """
+    """Return 1 / eigenvalues, and 0 where one is nothing but rounding: F is zero there."""
     largest = float(eigenvalues.max()) if eigenvalues.numel() else 0.0
     floor = torch.finfo(eigenvalues.dtype).eps * largest
     kept = eigenvalues > floor

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dpkernels.federated import ConjugateGradients, GradientDescent, merge
+from dpkernels.federated.merging.preconditioners import SHIFT, inverse_of
 from dpkernels.federated.merging.quadratic import quadratic
 from dpkernels.federated.merging.solvers import safe_rates
 from dpkernels.federated.merging.states import mean
@@ -118,6 +119,19 @@ def test_a_preconditioner_of_the_same_range_keeps_the_limit() -> None:
     assert error <= 1e-12 * residual / smallest(f)
 
 
+@pytest.mark.parametrize("damping", [0.0, 0.5])
+def test_a_kronecker_preconditioner_is_the_shifted_inverse_of_one_product(damping) -> None:
+    generator = torch.Generator().manual_seed(0)
+    g, a = (semidefinite(size, size, generator, torch.float64) for size in (4, 5))
+    states, fishers = one_layer([2 * g, g], [a, 3 * a])
+    _, objective = quadratic(states, fishers, [0.5, 0.5], states[0], damping, [0, 1])
+    f, _, _ = system(states, fishers, [0.5, 0.5], ("w",))
+    m = f + (SHIFT + damping) * f.trace() / len(f) * torch.eye(len(f), dtype=f.dtype)
+    residual = torch.randn(4, 5, generator=generator, dtype=torch.float64)
+    (found,) = inverse_of("kronecker", objective)([residual], [0])
+    torch.testing.assert_close(found.flatten(), torch.linalg.solve(m, residual.flatten()))
+
+
 def test_another_preconditioner_finds_the_solution_nearest_in_its_own_norm() -> None:
     generator = torch.Generator().manual_seed(0)
     gs = [semidefinite(4, 2, generator, torch.float64) for _ in range(2)]
@@ -127,7 +141,9 @@ def test_another_preconditioner_finds_the_solution_nearest_in_its_own_norm() -> 
     # The partial traces of F, straight from the dense matrix.
     by_rows = f.view(4, 5, 4, 5)
     of_g, of_a = torch.einsum("oipi->op", by_rows), torch.einsum("oioj->ij", by_rows)
-    m = torch.kron(of_g, of_a) / f.trace()
+    m = torch.kron(of_g, of_a) / f.trace() + SHIFT * f.trace() / len(f) * torch.eye(
+        len(f), dtype=f.dtype
+    )
     # min |W - start|_M with F W = b: start + M^-1 F (F M^-1 F)^+ (b - F start)
     through = torch.linalg.solve(m, f)
     wanted = start + through @ torch.linalg.pinv(f @ through, hermitian=True, rtol=1e-12) @ (
