@@ -20,7 +20,7 @@ Train the cells of a paper's table with the paper's settings, and write paper, o
 as Markdown, JSON and a plot. Every training has a folder of its own in --runs: those at their end
 are read, others are gone on with. The table has all that is finished there, whatever this command
 asked for. After Ctrl-C the same command goes on."""
-FEDERATED = ("dp-fedsofim", "dp-fednew", "fedceo")
+FEDERATED = ("dp-fedsofim", "dp-fednew", "fedceo", "fedfisher")
 _CHANGEABLE = ("epochs", "batch_size")
 
 
@@ -32,13 +32,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--table",
         help="dp-kfc: 1, 2, 5, 6 or 7; tuned: our own settings; search: their choice; dp-fednew: "
         "8, 5, views, features, synthetic or users; dp-fedsofim: 1; fedceo: 1, 3, 5, "
-        "epsilon, where or why (federated papers by default: all but why)",
+        "epsilon, where or why (these by default: all but why); fedfisher: 1, 2, 4, 5, few-shot, "
+        "clients, theorem or private",
     )
     add("--epsilon", type=float, nargs="+", help="budgets (default: the table's)")
-    add("--methods", nargs="+", help="as dpkernels train names them (default: the table's)")
-    add("--clients", type=int, nargs="+", help="dp-fednew: numbers of clients (the table's)")
+    add(
+        "--methods",
+        nargs="+",
+        help="as dpkernels train names them; fedfisher: of merging (default: the table's)",
+    )
+    add(
+        "--clients",
+        type=int,
+        nargs="+",
+        help="dp-fednew, fedfisher clients: numbers of clients (the table's)",
+    )
+    add("--partitions", type=int, help="fedfisher 2: other partitions, for the spread (default 10)")
+    add("--cifar-seeds", type=int, help="fedfisher: of CIFAR-10; 0 leaves it out (default 2)")
     add("--rounds", type=int, help="fedceo: T (default: scaled down; the paper's is 300)")
-    add("--local-epochs", type=int, help="fedceo: E (default: scaled down; the paper's is 30)")
+    add(
+        "--local-epochs",
+        type=int,
+        help="fedceo: E (default: scaled down; the paper's is 30); fedfisher: E (default 30)",
+    )
     add("--seeds", type=int, help="trainings of each cell (default 3; other federated papers 5)")
     add("--jobs", type=int, default=1, help="trainings at once, cores shared (default 1)")
     add(
@@ -68,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     0, 1 if a training failed, 2 for what cannot be done, 130 after Ctrl-C.
     """
     status = 0
-    if options.seeds is None:
+    if options.seeds is None and options.paper != "fedfisher":  # its tables differ
         options.seeds = 5 if options.paper in ("dp-fedsofim", "dp-fednew") else 3
     if options.paper in FEDERATED:
         return _run_federated(options)
@@ -115,12 +131,16 @@ def _run_federated(options: argparse.Namespace) -> int:
 
 def _check_federated(options: argparse.Namespace) -> None:
     """Raise ValueError for what only dp-kfc's tables take, and for numbers below 1."""
-    for name in ("methods", "timing", *_CHANGEABLE):
+    merged = options.paper == "fedfisher"
+    for name in ("methods", "timing", "partitions", "cifar_seeds", *_CHANGEABLE):
+        if merged and name in ("methods", "partitions", "cifar_seeds"):
+            continue
         if getattr(options, name):
             raise ValueError(f"{name}: {options.paper} does not take it; leave it out")
     for name in ("seeds", "jobs"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"{name} must be an integer >= 1, got {getattr(options, name)}")
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be an integer >= 1, got {value}")
 
 
 @dataclass

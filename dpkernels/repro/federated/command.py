@@ -1,4 +1,4 @@
-"""``dpkernels repro dp-fedsofim``, ``dp-fednew`` and ``fedceo``: choose, run, write."""
+"""``dpkernels repro dp-fedsofim``, ``dp-fednew``, ``fedceo``, ``fedfisher``: choose, run, write."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from dpkernels.precondition.diagnostics_plots import require_matplotlib
 from dpkernels.repro import provenance
 from dpkernels.repro.federated import dp_fednew, dp_fedsofim, fedceo, report
 from dpkernels.repro.federated.chosen import read_chosen
+from dpkernels.repro.federated.fedfisher import command as fedfisher
+from dpkernels.repro.federated.fedfisher import private
 from dpkernels.repro.federated.inversion import command as inversion
 from dpkernels.repro.federated.inversion.study import Effort
 from dpkernels.repro.federated.study import Result, Table, conduct
@@ -33,7 +35,17 @@ def run(options: argparse.Namespace) -> list[Path]:
         return _attack(options)
     if options.paper == "fedceo" and options.table == "why":
         return fedceo.why(options.output, options.rounds, options.local_epochs)
-    tables = [_table(options, name) for name in _names(options)]
+    names = _names(options)
+    if options.paper == "fedfisher":
+        merged = [name for name in names if name != "private"]
+        files = [file for name in merged for file in fedfisher.run(options, name)]
+        return files + (_choose_and_run(options, ["private"]) if "private" in names else [])
+    return _choose_and_run(options, names)
+
+
+def _choose_and_run(options: argparse.Namespace, names: Sequence[str]) -> list[Path]:
+    """Run tables whose settings are chosen on held-out records; return the files."""
+    tables = [_table(options, name) for name in names]
     runs = options.runs or Path("runs") / options.paper
     written: list[Path] = []
     for table in tables:
@@ -45,7 +57,7 @@ def run(options: argparse.Namespace) -> list[Path]:
             table.cells,
             folder=runs,
             validation=table.validation,
-            seeds=options.seeds,
+            seeds=options.seeds or 3,
             jobs=options.jobs,
             chosen=chosen,
             report=lambda text: print(text, flush=True),
@@ -63,7 +75,14 @@ def _attack(options: argparse.Namespace) -> list[Path]:
 def _names(options: argparse.Namespace) -> Sequence[str]:
     known: Sequence[str] = ("1",)
     if options.paper != "dp-fedsofim":
-        known = tuple(dp_fednew.TABLES if options.paper == "dp-fednew" else fedceo.TABLES)
+        of_paper = {
+            "dp-fednew": tuple(dp_fednew.TABLES),
+            "fedceo": fedceo.TABLES,
+            "fedfisher": fedfisher.TABLES,
+        }
+        known = of_paper[options.paper]
+    if options.table is None and options.paper == "fedfisher":
+        raise ValueError(f"table: name one of fedfisher's, {', '.join(known)}, with --table")
     if options.table is None:
         return known
     if options.table not in known:
@@ -76,7 +95,9 @@ def _names(options: argparse.Namespace) -> Sequence[str]:
 
 def _table(options: argparse.Namespace, name: str) -> Table:
     _check_scale(options)
-    if options.paper == "dp-fedsofim":
+    if options.paper == "fedfisher":
+        table = private.table()
+    elif options.paper == "dp-fedsofim":
         table = dp_fedsofim.table()
     elif options.paper == "fedceo":
         table = fedceo.table(name, options.rounds, options.local_epochs)
@@ -89,7 +110,7 @@ def _table(options: argparse.Namespace, name: str) -> Table:
 def _check_scale(options: argparse.Namespace) -> None:
     """Raise ValueError for numbers of a table that are not the user's to change."""
     if options.clients and options.paper != "dp-fednew":
-        number = 20 if options.paper == "dp-fedsofim" else 100
+        number = {"dp-fedsofim": 20, "fedceo": 100, "fedfisher": private.CLIENTS}[options.paper]
         raise ValueError(f"clients: {options.paper} has {number}; leave --clients out")
     for setting in ("rounds", "local_epochs"):
         value = getattr(options, setting)
@@ -120,7 +141,8 @@ def _write(options: argparse.Namespace, table: Table, results: Sequence[Result])
 
 
 def _command(options: argparse.Namespace, name: str) -> str:
-    words = ["dpkernels repro", options.paper, "--table", name, "--seeds", str(options.seeds)]
+    words = ["dpkernels repro", options.paper, "--table", name]
+    words += ["--seeds", str(options.seeds)] if options.seeds is not None else []
     if options.chosen is not None:
         words += ["--chosen", options.chosen.name]
     for setting in ("rounds", "local_epochs"):

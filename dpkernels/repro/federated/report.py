@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from dpkernels.precondition.diagnostics_plots import require_matplotlib
 from dpkernels.repro.federated.runs import Place
@@ -84,7 +84,7 @@ def markdown(
         "",
         f"Written at {where['commit']}, {where['cpu']}, {where['time']}.",
     ]
-    lines += [f"- {text}" for text in _origins(results)]
+    lines += [f"- {text}" for text in origins(o for r in results for o in r.outcomes)]
     return "\n".join(lines) + "\n"
 
 
@@ -103,12 +103,19 @@ def _guarantee(void: str | None) -> str:
     return "sound" if void is None else "**none**: " + void.split(":")[0]
 
 
-def _origins(results: Sequence[Result]) -> list[str]:
+class Performed(Protocol):
+    """What came of a run, with the commit and the processor that ran it."""
+
+    @property
+    def origin(self) -> Mapping[str, Any]:
+        """Of ``provenance.commit``, and cpu."""
+        ...
+
+
+def origins(outcomes: Iterable[Performed]) -> list[str]:
     """Return which commits and processors ran how many of the runs that are shown."""
     found = Counter(
-        (o.origin.get("commit"), o.origin.get("dirty"), o.origin.get("cpu"))
-        for result in results
-        for o in result.outcomes
+        (o.origin.get("commit"), o.origin.get("dirty"), o.origin.get("cpu")) for o in outcomes
     )
     return [
         f"{count} runs by {commit}{' with changes' if dirty else ''} on {cpu}"

@@ -21,6 +21,7 @@ from dpkernels.federated import (
     FedCEO,
     Federation,
     FedFC,
+    FedFisher,
     FedGD,
     FedNew,
     FedSOFIM,
@@ -54,6 +55,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
         FedSOFIM,
         FedNew,
         FedFC,
+        FedFisher,
         Scaffold,
         UDPFedAvg,
         FedCEO,
@@ -83,6 +85,7 @@ class Place:
     delta: None for 1 / the number of training records.
     model: ``logistic``, or a network as ``federated.networks`` names it.
     sampling: who takes part in a round. record_rate: the chance of a client's record to do so.
+    partition_seed: of the partition; runs do not differ in it.
     """
 
     dataset: str
@@ -96,6 +99,7 @@ class Place:
     model: str = "logistic"
     sampling: str = "all"
     record_rate: float = 1.0
+    partition_seed: int = 0
 
     def multiplier(self, sigma: float) -> float:
         """Return the noise multiplier of FedCEO's ``sigma`` here.
@@ -135,7 +139,11 @@ class Run:
     @property
     def digest(self) -> str:
         """What its file is called."""
-        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        told = dataclasses.asdict(self)
+        if not self.place.partition_seed:
+            # Runs from before there was another one keep their names.
+            del told["place"]["partition_seed"]
+        text = json.dumps(told, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
@@ -191,7 +199,7 @@ def _data(dataset: str, public: tuple[str, ...], validation: int, clients: int) 
 @lru_cache(maxsize=2)
 def _softmax(place: Place, validation: int) -> SoftmaxProblem:
     data = _data_of(place, validation)
-    parts = data.partition(place.partition, place.clients, 0)
+    parts = data.partition(place.partition, place.clients, place.partition_seed)
     return SoftmaxProblem(parts.of(data.x, data.y), data.x_test, data.y_test, classes=data.classes)
 
 
@@ -205,7 +213,7 @@ def _problem(run: Run) -> Problem:
     if place.model == "logistic":
         return _softmax(place, run.validation)
     data = _data_of(place, run.validation)
-    parts = data.partition(place.partition, place.clients, 0)
+    parts = data.partition(place.partition, place.clients, place.partition_seed)
     return network_problem(place.model, data, parts, run.seed)
 
 

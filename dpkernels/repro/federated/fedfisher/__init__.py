@@ -1,0 +1,1 @@
+"""FedFisher's tables and figures: clients are trained once, and merged by every method."""
