@@ -14,6 +14,11 @@ p the model's own probabilities, so that no label is used, and signs v that foll
 seed and from *which* record it is, not from how many others there are. Passes, products and sums
 are float64. (Whoever knows the seed, and every other record, learns no more.)
 
+That holds for records that are not crafted against float64. A library may round a row of a matrix
+product by where the row is in its batch, so a record whose products cancel down to their rounding
+(terms of 1e16 that add up to 0) may add something else when another record goes: each such record
+moves q by up to twice the bound more. ``make_private`` has the same limit, in float32.
+
 A record with anything that is not finite, in any part, adds exactly zero, its count included.
 """
 
@@ -39,6 +44,9 @@ from dpkernels.fisher.errors import sign_errors
 
 # Factors are rounded down by more than what a float64 sum of 10^6 squares can err by.
 _DOWN = 1 - 2.0**-30
+# Clips are at least this: squares of float64 numbers below 1e-162 vanish, so that a size below it
+# may be under-estimated, and 1 over a subnormal clip is not a number to multiply by.
+_LEAST_CLIP = 1e-100
 # So many elements of one layer's rows at a time: 32 MB of float64.
 _ELEMENTS = 1 << 22
 _MOST_RECORDS = 512
@@ -247,6 +255,7 @@ def factor_sums(
 ) -> Tensor:
     """Return q, float64 ``[layout.size + 1]``: see the module.
 
+    clips: c_p, public; one below 1e-100 counts as that, so that no size is under-estimated.
     most: records at a time. 2 N T (n^2 + m^2) flops for a module of n inputs and m outputs at T
     positions, beside the passes.
     """
@@ -254,7 +263,7 @@ def factor_sums(
     if not layout.parts:  # only who is counted is asked, and the model has no say in that
         total[-1] = count_weight * int(x.flatten(1).isfinite().all(1).sum())
         return total
-    bounds = torch.tensor(clips, dtype=torch.float64)[:, None]
+    bounds = torch.tensor(clips, dtype=torch.float64).clamp(min=_LEAST_CLIP)[:, None]
 
     def add(batch: list[Contribution]) -> None:
         sizes = torch.stack([part.sizes for part in batch])

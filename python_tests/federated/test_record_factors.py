@@ -72,6 +72,16 @@ def test_a_record_moves_the_sum_by_at_most_the_root_of_the_number_of_parts(name,
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
+@pytest.mark.parametrize("clip", [1e-320, 1e-250, 1e-170])
+def test_clips_below_what_squares_can_hold_bound_a_record_too(name, kind, clip):
+    model, layout = network(name), layout_of(network(name), kind)
+    # Sizes of 0, squares that vanish in a norm, and ordinary ones.
+    for scale in (0.0, 1e-100, 1e-82, 1.0):
+        q = sums(model, inputs(name, 1) * scale, layout, [clip] * len(layout.parts))
+        assert float(q.norm()) <= moved_by_one(layout, 1.0) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_a_record_that_is_not_finite_adds_exactly_zero_and_is_not_counted(name, kind, value):
     model = network(name)

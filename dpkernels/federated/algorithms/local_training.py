@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpkernels.federated.algorithms.gradients import gradient_query
+from dpkernels.federated.algorithms.gradients import MOST, gradient_query
 from dpkernels.federated.clipping import clip_rows
 from dpkernels.federated.contract import Algorithm, Query, Stage, Tensors, Terms, Visit
 from dpkernels.federated.problem import LocalSGD
@@ -75,13 +75,13 @@ def private_steps(visit: Visit, clip: float, steps: int, lr: float) -> Tensor:
     """
     theta = visit.sent["theta"]
     start = theta.expand(len(visit.cohort), *visit.terms.shape)
-    y, cohort = start, visit.cohort
+    y, cohort, most = start, visit.cohort, MOST * visit.terms.records
     with torch.random.fork_rng(devices=[]):
         # Of dropout alone: without it, nothing here depends on chance but records and noise.
         torch.manual_seed(int(visit.seeds().sum()))
         for step in range(steps):
             cohort = visit.draw() if step else visit.cohort
-            sums = visit.problem.clipped_gradient_sums(cohort, y, clip)
+            sums = visit.problem.clipped_gradient_sums(cohort, y, clip, most)
             y = y - lr * visit.noisy(sums.div_(visit.terms.records))
     return y - start
 
