@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from dpkernels.engine.sides import Preconditioner
+from dpkernels.federated.clipping import clip_rows
 from dpkernels.federated.local import (
     EngineSums,
     Grams,
@@ -145,10 +146,14 @@ class ModelProblem(Problem):
     ) -> Tensor:
         """Return clipped sums, ``[k, D]``, without noise: the caller's matter.
 
-        By ``clipped_sums`` for a chain of linear layers, else by the engine. How the engine rounds
-        is in ``make_private``'s list: records that conspire can move a sum of n float32 gradients
-        by n^2 2^-24 of the bound, whatever ``most`` is.
+        By ``clipped_sums`` for a chain of linear layers, else by the engine, and projected to
+        ``most``. How sums round before that is in ``make_private``'s list: records that conspire
+        can move a sum of n float32 gradients by n^2 2^-24 of the bound.
         """
+        sums = self._clipped_sums(cohort, theta, bound)
+        return clip_rows(sums, most * bound) if math.isfinite(most) else sums
+
+    def _clipped_sums(self, cohort: Cohort, theta: Tensor, bound: float) -> Tensor:
         chain = chain_of(self.model, tuple(self._x.shape[1:]))
         plain = self._preconditioner is None
         if plain and self._entropy and not isinstance(chain, str):

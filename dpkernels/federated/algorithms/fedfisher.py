@@ -56,9 +56,10 @@ class FedFisher(Algorithm):
         are preconditioned before the clip, by K-FAC of synthetic probes at theta.
     factors: at W_i *as the server has it*, which it sends back: sums over records of clipped
         factors and of 1 (``record_factors``; sensitivity sqrt(P + 1) / |D| for P parts, and
-        rounding: ``summed``), ``factor_steps`` times with records drawn anew, averaged. The bound
-        holds wherever they are taken, but where a client came without noise would tell of its
-        records. The noise is known, and taken out of eigenvalues (``noisy_factors``).
+        rounding: ``summed``), ``factor_steps`` times with records drawn anew, averaged. Clients
+        take them at the noisy W_i that the server has: at a model without noise, one record would
+        move what all others add. Of crafted records' rounding see ``record_factors``. The noise is
+        known, and taken out of eigenvalues (``noisy_factors``).
 
     Noise: N(0, (m S)^2) in every element of every release, once, from the client's own key.
     Sampling: records by Poisson, anew for each release, if the federation has a ``record_rate``;

@@ -202,7 +202,7 @@ def draw(title: str, results: Sequence[Result], file: Path) -> None:
         # What all panels have in common goes without saying.
         told += [
             str(getattr(place, name))
-            for name in ("model", "partition", "unit")
+            for name in ("model", "partition", "unit", "sampling")
             if len({getattr(other, name) for other, _ in panels}) > 1
         ]
         panel.set_title(", ".join([*told, str(budget)]), fontsize="small")
