@@ -265,9 +265,9 @@ def test_each_step_of_dpsgd_draws_its_records_and_is_accounted(make):
     run = federation(make(local_steps=5), held, told, record_rate=0.2, accountant="rdp")
     cohorts, sums = [], held.clipped_gradient_sums
 
-    def noting(cohort, theta, bound):
+    def noting(cohort, theta, bound, most):
         cohorts.append(cohort.held.spans.clone())
-        return sums(cohort, theta, bound)
+        return sums(cohort, theta, bound, most)
 
     held.clipped_gradient_sums = noting
     finish(run)

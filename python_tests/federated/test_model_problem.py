@@ -107,6 +107,19 @@ def test_records_that_are_not_finite_add_nothing():
     assert torch.equal(without[1], sums[1])
 
 
+def test_sums_are_projected_to_what_their_sensitivity_assumes():
+    problem = problem_of((20, 3))
+    cohort, theta = problem.cohort(torch.arange(2)), problem.initial()
+    plain = problem.clipped_gradient_sums(cohort, theta, 0.5)
+    lengths = plain.norm(dim=1)
+    most = float(lengths.mean()) / 0.5  # between the two clients'
+    found = problem.clipped_gradient_sums(cohort, theta, 0.5, most)
+    assert lengths[1] < most * 0.5 < lengths[0]
+    assert torch.equal(found[1], plain[1])
+    assert most * 0.5 * (1 - 1e-6) < found[0].double().norm() <= most * 0.5 * (1 + 1e-6)
+    torch.testing.assert_close(found[0], plain[0] * (most * 0.5 / lengths[0]))
+
+
 def test_a_round_leaves_theta_and_the_given_model_alone():
     problem = problem_of((9, 5))
     run = federation(FedGD(), problem, terms(problem))
