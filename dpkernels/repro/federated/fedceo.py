@@ -122,8 +122,8 @@ _MECHANISMS = (
 )
 _FILTER = (
     f"'{_OURS_SMOOTHED}': each client passes its images through a fixed low-pass filter before "
-    f"training (--smooth {SMOOTH.partition(':')[2]}). Its exponent is the best of three on held-out "
-    "records of EMNIST letters, by one seed."
+    f"training (--smooth {SMOOTH.partition(':')[2]}). Its exponent is the best of three on "
+    "held-out records of EMNIST letters, by one seed."
 )
 _LOCAL_DATA = (
     "EMNIST: the letters of a part of ByMerge, unbalanced, stand in for EMNIST Letters; 506 "

@@ -55,8 +55,8 @@ _FOLDING: dict[str, dict[float, tuple[float, float, int]]] = {
     "emnist": {1.0: (70.0, 1.08, 30), 1.5: (0.5, 1.04, 20), 2.0: (0.03, 1.06, 20)},
     "cifar": {1.0: (85.0, 1.03, 15), 1.5: (10.0, 1.07, 10), 2.0: (0.6, 1.04, 10)},
 }
-# Of (0, 0.5, 1) on 4,000 held-out records of EMNIST letters, one seed, at epsilon 8 / 2: 60.0, 63.1,
-# 62.6 / 43.9, 49.2, 49.1. CIFAR-10 had no say.
+# Of (0, 0.5, 1), on 4,000 held-out records of EMNIST letters, one seed, at epsilon 8 / 2: 60.0,
+# 63.1, 62.6 / 43.9, 49.2, 49.1. CIFAR-10 had no say.
 SMOOTH = "smooth:0.5"
 
 
