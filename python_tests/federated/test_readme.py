@@ -32,10 +32,16 @@ def test_the_readmes_merge_finds_what_linear_models_agree_on():
     inputs = [torch.randn(40, 6), torch.randn(20, 6)]
     inputs[0][:, :3] = inputs[1][:, 3:] = 0.0  # each client sees three features, and learns those
     with torch.no_grad():
-        models[0].weight[:, 3:] += 1.0
-        models[1].weight[:, :3] -= 1.0
+        models[0].weight[:, 3:] += torch.randn(3, 3)
+        models[1].weight[:, :3] -= torch.randn(3, 3)
     wanted = torch.cat([models[1].weight[:, :3], models[0].weight[:, 3:]], 1).detach().clone()
     names = {"models": models, "inputs": inputs, "model": nn.Linear(6, 3)}
     exec(compile(script_with("fisher_information"), "README.md", "exec"), names)
-    found = names["model"].weight
-    torch.testing.assert_close(found - found.mean(0), wanted - wanted.mean(0), rtol=1e-3, atol=1e-3)
+
+    def far(weight):  # what all classes share changes no prediction
+        difference = weight - wanted
+        return float((difference - difference.mean(0)).norm())
+
+    mean = (models[0].weight + models[1].weight) / 2
+    # Fifty iterations in float32 end at 2e-7 of the mean's distance.
+    assert far(names["model"].weight) < 1e-3 * far(mean)
